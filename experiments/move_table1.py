@@ -1,0 +1,16 @@
+"""MoVE, Table 1 (D12): value embeddings lower the bits per byte, and more slots of one shared bank lower them further."""
+model, metric, baseline, seeds = "move", "val_bpb", "standard", 3
+prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
+               gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
+cpu = dict(depth=4, block_size=256, batch_tokens=2048, max_iters=977, eval_interval=977, eval_tokens=262144)     # 2.0M tokens a run
+gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=1000)                  # 131M tokens a run
+variants = {                                                     # overrides, the paper's D12 number, seeds
+    "standard": (dict(dense=True), .838),
+    "LaVE x1": (dict(memory="lave", memory_scale=1), .822),
+    "MoVE x1": (dict(memory="move", memory_scale=1), .819),
+    "LaVE x2": (dict(memory="lave", memory_scale=2), .818, 1),
+    "MoVE x2": (dict(memory="move", memory_scale=2), .812, 1),
+    "MoVE x4": (dict(memory="move", memory_scale=4), .806, 1),
+    "MoVE x8": (dict(memory="move", memory_scale=8), .797, 1),
+}
+claims = ["standard > LaVE x1 > MoVE x1 > MoVE x2 > MoVE x4 > MoVE x8", "LaVE x1 > LaVE x2"]
