@@ -79,7 +79,7 @@ def read_config(argv):
     for path in files:
         if not Path(path).is_file():
             raise ConfigError(f"no config file {path} (options are written --key=value)")
-        exec(compile_source(Path(path).read_text(), path, "exec"), source)
+        exec(Path(path).read_text(), source)
         if "variants" in source:
             from experiments.run import main
             sys.exit(main(path, [a for a in argv if a not in files]))
@@ -105,60 +105,62 @@ def read_config(argv):
     return config, given, module, {k: v for k, v in given.items() if k not in defaults}
 
 
-def resolve(config, given, module, overrides):
-    """Fill in what is automatic; build the model's Config. Everything that a run depends on ends up in `config`."""
-    c = config
+def locate(c):
+    """Where the run computes and where it writes: device, depth, out_dir."""
     c["device"] = c["device"] or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     if c["device"].split(":")[0] not in ("cuda", "mps", "cpu"):
         raise ConfigError(f"device={c['device']}: choose cuda, mps or cpu")
     if c["device"].startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={c['device']}: this torch sees no CUDA GPU; leave the key out to run on the CPU")
-    gpu = c["device"].startswith("cuda")
-    auto = lambda key, cpu, cuda: c.__setitem__(key, (cuda if gpu else cpu) if c[key] in (-1, "") else c[key])
-    auto("dtype", "float32", "bfloat16" if gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "float32")
-    auto("compile", 0, 1)
-    auto("batch_size", 8, 32)
-    auto("eval_tokens", 32768, 10485760)
-    if c["block_size"] == -1:
-        c["block_size"] = 1024 if gpu else 256
     if c["preset"] and c["depth"] != -1:
         raise ConfigError("preset and depth: give one of them")
-    if c["preset"] and c["preset"] not in getattr(module, "PRESETS", {}):
-        raise ConfigError(f"preset={c['preset']}: model_{c['model']}.py has {', '.join(getattr(module, 'PRESETS', {})) or 'none'}")
-    auto("depth", *((-1, -1) if c["preset"] else (4, 12)))
-    dense = getattr(module, "DENSE", {}) if c["dense"] else {}
-    for key in dense:
-        if key in overrides:
-            raise ConfigError(f"dense and {key}: dense=True already sets {key}={dense[key]}")
-    sizes = dict(block_size=c["block_size"]) | dense | overrides
-    if c["preset"]:
-        model_config = module.Config(**{**module.PRESETS[c["preset"]], **sizes})
-    else:
-        model_config = module.Config.from_depth(c["depth"], **sizes)
-    if c["batch_tokens"] == -1:
-        c["batch_tokens"] = max(131072 if gpu else 2048, c["block_size"] * world)
-    rows = c["batch_tokens"] // c["block_size"]
-    if c["batch_tokens"] % (c["block_size"] * world) or not rows:
-        raise ConfigError(f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']} x {world} processes")
-    while (rows // world) % c["batch_size"]:
-        c["batch_size"] -= 1                                   # the largest micro-batch that divides the batch
-    if c["learning_rate"] == -1:
-        c["learning_rate"] = 1e-3
-    elif "learning_rate" not in given and c["tuned_for"]:
-        c["learning_rate"] *= (c["batch_tokens"] / c["tuned_for"]) ** 0.5
-    c["schedule"] = c["schedule"] or "cosine"
-    if c["schedule"] not in ("cosine", "wsd"):
-        raise ConfigError(f"schedule={c['schedule']}: choose cosine or wsd")
-    if c["dtype"] not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype={c['dtype']}: choose float32 or bfloat16")
-    for key, low in dict(log_interval=1, eval_tokens=1, sample_tokens=0, learning_rate=0, weight_decay=0, grad_clip=0, min_lr=0).items():
+    if not c["preset"] and c["depth"] == -1:
+        c["depth"] = 12 if c["device"].startswith("cuda") else 4
+    c["out_dir"] = c["out_dir"] or f"out/{c['model']}-{c['preset'] or 'd%d' % c['depth']}" + "-dense" * c["dense"]
+
+
+def resolve(c, given):
+    """Fill in what else is automatic in the config `c`, in place, and check it."""
+    gpu = c["device"].startswith("cuda")
+    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    for key, cpu, cuda in (("dtype", "float32", "bfloat16" if bf16 else "float32"), ("compile", 0, 1), ("block_size", 256, 1024),
+                           ("batch_size", 8, 32), ("eval_tokens", 32768, 10485760), ("schedule", "cosine", "cosine")):
+        if c[key] in (-1, ""):
+            c[key] = cuda if gpu else cpu
+    for key, low in dict(block_size=1, batch_size=1, log_interval=1, eval_tokens=1, sample_tokens=0, weight_decay=0, grad_clip=0,
+                         min_lr=0).items():
         if c[key] < low:
             raise ConfigError(f"{key}={c[key]}: must be at least {low}")
     for key in ("beta1", "beta2", "warmdown"):
         if not 0 <= c[key] <= 1:
             raise ConfigError(f"{key}={c[key]}: must be between 0 and 1")
-    c["out_dir"] = c["out_dir"] or f"out/{c['model']}-{c['preset'] or 'd%d' % c['depth']}" + "-dense" * c["dense"]
-    return model_config
+    for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
+        if c[key] not in choices:
+            raise ConfigError(f"{key}={c[key]}: choose {' or '.join(choices)}")
+    if c["batch_tokens"] == -1:
+        c["batch_tokens"] = max(131072 if gpu else 2048, c["block_size"] * world)
+    rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)
+    if rest or not rows:
+        raise ConfigError(f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']} x {world} processes")
+    c["batch_size"] = max(b for b in range(1, min(c["batch_size"], rows) + 1) if rows % b == 0)   # the micro-batch divides the batch
+    if c["learning_rate"] == -1:
+        c["learning_rate"] = 1e-3
+    elif "learning_rate" not in given:                         # a recipe's rate belongs to its batch size
+        c["learning_rate"] *= (c["batch_tokens"] / c["tuned_for"]) ** 0.5 if c["tuned_for"] else 1.0
+    c["tuned_for"] = 0
+
+
+def build_model_config(c, module, overrides):
+    """The model's Config from a preset or the depth dial, DENSE and the fields given."""
+    dense = getattr(module, "DENSE", {}) if c["dense"] else {}
+    for key in dense.keys() & overrides.keys():
+        raise ConfigError(f"dense and {key}: dense=True sets {key}={dense[key]}; give one of them")
+    fields = {"block_size": c["block_size"], **dense, **overrides}
+    if not c["preset"]:
+        return module.Config.from_depth(c["depth"], **fields)
+    if c["preset"] not in getattr(module, "PRESETS", {}):
+        raise ConfigError(f"preset={c['preset']}: model_{c['model']}.py has {', '.join(getattr(module, 'PRESETS', {})) or 'none'}")
+    return module.Config(**{**module.PRESETS[c["preset"]], **fields})
 
 
 def find_dataset(name):
@@ -365,3 +367,289 @@ def plot_losses(path):
     plt.tight_layout()
     plt.savefig(path, dpi=100)
     plt.close()
+
+
+# ---------------------------------------------------------------- set-up: config, data, model
+root = Path(__file__).resolve().parent
+world, rank, local_rank = (int(os.environ.get(k, v)) for k, v in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+master, wandb, permutations = rank == 0, None, {}
+step, progress = 0, {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0}
+try:
+    config, given, module, overrides = read_config(sys.argv[1:])
+    ckpt, resume = None, config["init_from"] == "resume"
+    locate(config)
+    if config["init_from"] != "scratch":
+        ckpt = load_checkpoint(config["out_dir"] if resume else config["init_from"])
+        fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
+        saved = {**ckpt["config"], **ckpt["model_config"]}
+        for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
+            raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
+        keep = ckpt["config"] if resume else {k: ckpt["config"][k] for k in ("model", "preset", "depth", "dense", "block_size")}
+        config |= {k: v for k, v in keep.items() if k not in given and k not in ("out_dir", "init_from", "device")}
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    resolve(config, given)
+    idle = config["dry_run"] or config["bench"]
+    folder = None if idle and not config["dataset"] else find_dataset(config["dataset"])
+    meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
+    if overrides.setdefault("vocab_size", meta["vocab_size"]) < meta["vocab_size"] and folder:
+        raise ConfigError(f"vocab_size={overrides['vocab_size']}: the tokens of {folder} need {meta['vocab_size']}")
+    model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, overrides)
+    if resume and ckpt["data"]["data_id"] != meta["data_id"]:
+        raise ConfigError(f"{folder} holds other text ({meta['data_id']}) than the checkpoint was trained on ({ckpt['data']['data_id']})")
+    if not idle:
+        train_data, val_data = (TokenShards(folder, split, config["block_size"]) for split in ("train", "val"))
+except (ConfigError, ValueError, OSError) as error:
+    fail(error)
+
+gpu, out, raw = config["device"].startswith("cuda"), Path(config["out_dir"]), None
+if gpu:
+    torch.cuda.set_device(local_rank)
+    torch.backends.cuda.matmul.allow_tf32 = True
+else:
+    torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
+    if platform.libc_ver()[0] == "glibc":                      # keep freed memory instead of faulting it in again every step
+        for option, value in ((-3, 1 << 30), (-1, 2 ** 31 - 1), (-2, 1 << 28)):             # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+            ctypes.CDLL(None).mallopt(option, value)
+torch.manual_seed(config["seed"])
+autocast = torch.autocast(config["device"].split(":")[0], torch.bfloat16) if config["dtype"] == "bfloat16" else nullcontext()
+
+
+def build(model_config, device):
+    with torch.device("meta"):
+        net = module.Model(model_config)
+    if device != "meta":
+        net.to_empty(device=device)
+        net.init_weights()
+    return net
+
+
+def describe(net):
+    """Parameters, FLOPs and expected memory, as lines."""
+    counts = net.param_counts() if hasattr(net, "param_counts") else {"total": sum(p.numel() for p in net.parameters())}
+    flops = net.flops_per_token() if hasattr(net, "flops_per_token") else 0
+    text = "parameters: " + ", ".join(f"{v:,} {k}" for k, v in counts.items())
+    return counts, flops, f"{text}\n{flops / 1e6:,.1f} MFLOP per token (forward and backward)"
+
+
+counts, flops, text = describe(build(model_config, "meta"))
+if config["max_iters"] == -1:
+    config["max_iters"] = 200 if not gpu else min(10 * flops // 6, 4 * (meta.get("tokens") or {"train": math.inf})["train"]) // config["batch_tokens"]
+if config["warmup_iters"] == -1:
+    config["warmup_iters"] = round(0.02 * config["max_iters"])
+if config["eval_interval"] == -1:
+    config["eval_interval"] = max(1, config["max_iters"] // (20 if gpu else 4))
+if master:
+    print(f"model_{config['model']}.py, {model_config}\n{text}\n{config['batch_tokens']:,} tokens a step = {config['batch_tokens'] // config['block_size']} x "
+          f"{config['block_size']}, {config['batch_size']} sequences at once; {config['max_iters']} steps; {config['optimizer']}, learning rate "
+          f"{config['learning_rate']:.2e}, {config['schedule']}; {config['device']}, {config['dtype']}")
+if config["dry_run"]:
+    for name, p in build(model_config, "meta").named_parameters():
+        print(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")
+    print(f"about {16 * counts['total'] / 2 ** 30:.2f} GiB for parameters, gradients and Adam's moments, without activations")
+    sys.exit(0)
+
+raw = net = build(model_config, config["device"])
+optimizers = build_optimizers(raw)
+if ckpt:
+    raw.load_state_dict(ckpt["model"])
+    if resume:
+        for optimizer_, state in zip(optimizers, ckpt["optimizers"]):
+            optimizer_.load_state_dict(state)
+        torch.set_rng_state(ckpt["rng"])
+        step, progress = ckpt["step"], ckpt["train"]
+if config["compile"]:
+    net = torch.compile(net)
+sparse = [p for o in optimizers if isinstance(o, torch.optim.SparseAdam) for g in o.param_groups for p in g["params"]]
+if world > 1:
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    names = [n for n, p in raw.named_parameters() if any(p is q for q in sparse)]         # DDP cannot reduce row-sparse gradients
+    DDP._set_params_and_buffers_to_ignore_for_model(net, names)
+    net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
+
+
+def train_step(net, params, optimizers, x, y, step, want_norm):
+    """One update from the global batch (x, y). Returns the loss and, if wanted or clipped, the gradient norm, as tensors."""
+    loss = forward_backward(net, x, y)
+    for p in params:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = exchange_sparse(p.grad.coalesce()) if world > 1 else p.grad.coalesce()
+    if world > 1:
+        dist.all_reduce(loss)
+    norm = clip_grads(params, config["grad_clip"]) if want_norm or config["grad_clip"] else None
+    factor = schedule_factor(step)
+    for o in optimizers:
+        for group in o.param_groups:
+            group["lr"] = group["base_lr"] * (factor if group["schedule"] else 1.0)
+            if isinstance(o, torch.optim.Muon):                # nanochat's: momentum 0.85 -> 0.95, weight decay -> 0
+                group["momentum"] = 0.85 + 0.1 * min(1.0, step / max(1, min(300, config["max_iters"] // 10)))
+                group["weight_decay"] = group["base_decay"] * (1 - step / config["max_iters"])
+        o.step()
+        o.zero_grad(set_to_none=True)
+    return loss, norm
+
+
+def synchronize():
+    if gpu:
+        torch.cuda.synchronize()
+
+
+if config["bench"]:                                            # the model and its dense baseline, step by step in turn
+    rows, T, steps = config["batch_tokens"] // config["block_size"], config["block_size"], 12
+    p = 1.0 / np.arange(1, model_config.vocab_size + 1)        # Zipf's law: the token frequencies of text, roughly
+    draw = lambda: torch.from_numpy(np.random.default_rng(0).choice(model_config.vocab_size, size=(rows, T + 1), p=p / p.sum()))
+    racers = {"model": (net, list(raw.parameters()), optimizers)}
+    if getattr(module, "DENSE", {}) and any(getattr(model_config, k) != v for k, v in module.DENSE.items()):
+        base = build(build_model_config(config, module, {**vars(model_config), **module.DENSE}), config["device"])
+        racers["dense"] = (torch.compile(base) if config["compile"] else base, list(base.parameters()), build_optimizers(base))
+    times = {name: [] for name in racers}
+    for i in range(steps + 3):                                 # three to warm up
+        for name, racer in racers.items():
+            batch = draw()
+            synchronize()
+            start = time.perf_counter()
+            train_step(*racer, batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), min(i, config["max_iters"] - 1), False)
+            synchronize()
+            times[name] += [time.perf_counter() - start] * (i >= 3)
+    for name, t in times.items():
+        t, flops = sorted(t)[steps // 2], racers[name][0].flops_per_token() if name == "dense" and not config["compile"] else flops
+        mfu = f" mfu {100 * flops * config['batch_tokens'] / t / peak_flops():.1f}%" if peak_flops() else ""
+        print(f"{name}: {1e3 * t:.1f} ms a step, {config['batch_tokens'] / t:,.0f} tokens/s{mfu}, ratio to dense "
+              f"{t / sorted(times.get('dense', times['model']))[steps // 2]:.3f} (medians of {steps})")
+    print(f"peak memory of both: {peak_memory() / 2 ** 30:.2f} GiB; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    sys.exit(0)
+
+# ---------------------------------------------------------------- the run
+token_bytes = load_token_bytes(folder)
+token_bytes = torch.from_numpy(token_bytes) if token_bytes is not None else None
+if config["eval_only"]:
+    val_loss, val_bpb = evaluate(net)
+    show(f"val {val_loss:.4f} bpb {val_bpb:.4f}" if val_bpb else f"val {val_loss:.4f}")
+    sys.exit(0)
+if master:
+    if not resume and (out / "ckpt.pt").exists():
+        if config["init_from"] != "scratch" and Path(config["init_from"]).resolve() in (out.resolve(), (out / "ckpt.pt").resolve()):
+            fail(f"out_dir={out} is the folder of init_from: give another --out_dir")
+        print(f"{out} holds an earlier run; its checkpoint is replaced at the first evaluation")
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("result.json", "loss.png") + (() if resume else ("log.jsonl",)):
+        (out / name).unlink(missing_ok=True)
+    if (Path(folder) / "tokenizer.json").exists():             # so that sample.py does not need the data
+        (out / "tokenizer.json").write_bytes((Path(folder) / "tokenizer.json").read_bytes())
+    if resume:                                                 # the log up to the checkpoint; what came after is done again
+        lines = [line for line in open(out / "log.jsonl") if line.endswith("}\n") and json.loads(line)["step"] <= step]
+        (out / "log.jsonl.tmp").write_text("".join(lines))
+        os.replace(out / "log.jsonl.tmp", out / "log.jsonl")
+        show(f"resumed {out}/ckpt.pt at step {step} of {config['max_iters']}")
+    if config["wandb_log"]:
+        import wandb
+        wandb.init(project=config["wandb_project"], name=config["wandb_run_name"] or out.name, config=config, resume="allow")
+
+params, last, step_times, first_step = list(raw.parameters()), [], [], step
+fetch = lambda s: train_data.batch(step_rows(s))
+if config["compile"]:                                          # compile before the clock runs: a forward and backward, thrown away
+    x, y = fetch(step)
+    forward_backward(net, x, y)
+    for o in optimizers:
+        o.zero_grad(set_to_none=True)
+
+
+def finite(steps_losses):
+    """Stop with step and rows named if one of the losses since the last look is not a number."""
+    for n, loss in steps_losses:
+        if not math.isfinite(float(loss)):
+            rows = config["batch_tokens"] // config["block_size"]
+            fail(f"the loss is {float(loss)} at step {n}, rows {n * rows - rows} to {n * rows - 1} of the data order (windows {step_rows(n - 1)[:4]}...). "
+                 f"Lower learning_rate={config['learning_rate']:g}, or set grad_clip; {out}/ckpt.pt holds the last good state")
+
+
+def save(why):
+    finite(last)
+    if master:
+        save_checkpoint(out / "ckpt.pt")
+    show(f"{why} | saved {out}/ckpt.pt")
+
+
+try:
+    if config["profile"]:
+        profiler = torch.profiler.profile(with_stack=False, record_shapes=True)
+        profiler.start()
+    x, y = fetch(step) if step < config["max_iters"] else (None, None)
+    while True:
+        if (step % config["eval_interval"] == 0 or step == config["max_iters"]) and not (resume and step == first_step):
+            val_loss, val_bpb = evaluate(net)
+            progress |= {"val_loss": val_loss, "val_bpb": val_bpb}
+            better, progress["best"] = val_loss < progress["best"], min(val_loss, progress["best"])
+            if master:
+                log_line(step=step, val_loss=val_loss, val_bpb=val_bpb, train_seconds=progress["train_seconds"])
+            text = f"{step:5}/{config['max_iters']} val {val_loss:.4f} bpb {val_bpb:.4f}" if val_bpb else f"{step:5}/{config['max_iters']} val {val_loss:.4f} bpb n/a"
+            text += f" | trained {clock(progress['train_seconds'])}"
+            if step and (config["always_save_checkpoint"] or better):
+                save(text)
+            else:
+                show(text)
+        if step == config["max_iters"] or config["profile"] and step == first_step + 3:
+            break
+        synchronize()
+        start = time.perf_counter()
+        if hasattr(raw, "begin_step"):
+            raw.begin_step(step, config["max_iters"])
+        logged = (step + 1) % config["log_interval"] == 0 or step + 1 == config["max_iters"]
+        loss, norm = train_step(net, params, optimizers, x, y, step, logged)
+        step += 1
+        last.append((step, loss))
+        if step < config["max_iters"]:
+            x, y = fetch(step)                                 # while a GPU is still at work on the step
+        if logged or not gpu:
+            finite(last)
+            last = []
+        synchronize()
+        seconds = time.perf_counter() - start
+        progress["train_seconds"] += seconds
+        step_times.append(seconds)
+        if logged and master:
+            pace, factor = config["batch_tokens"] / sorted(step_times[-50:])[len(step_times[-50:]) // 2], schedule_factor(step - 1)
+            mfu = f" mfu {100 * flops * pace / world / peak_flops():.0f}%" if peak_flops() and flops else ""
+            log_line(step=step, loss=float(loss), lr=config["learning_rate"] * factor, grad_norm=float(norm), tokens=step * config["batch_tokens"],
+                     tokens_per_second=pace)
+            show(f"{step:5}/{config['max_iters']} loss {float(loss):.4f} lr {config['learning_rate'] * factor:.1e} |g| {float(norm):.2f} "
+                 f"{pace / 1e3:.1f}k tok/s{mfu} {peak_memory() / 2 ** 30:.1f}G eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
+except KeyboardInterrupt:
+    if step > first_step:
+        save(f"interrupted at step {step}")
+    fail(f"stopped; go on with: python train.py --model={config['model']} --out_dir={out} --init_from=resume")
+except (torch.OutOfMemoryError, RuntimeError) as error:
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        raise
+    fail(f"out of memory with batch_size={config['batch_size']}: try --batch_size={max(1, config['batch_size'] // 2)} (accumulation makes up for it)")
+
+# ---------------------------------------------------------------- the end: result.json, picture, sample
+if config["profile"]:
+    profiler.stop()
+    profiler.export_chrome_trace(str(out / "trace.json"))
+    show(f"wrote {out}/trace.json (open it in chrome://tracing or ui.perfetto.dev)")
+elif master:
+    from experiments.run import source_hash
+    git = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=root, capture_output=True, text=True)
+    middle = sorted(step_times)[len(step_times) // 2] if step_times else 0.0
+    result = {"model": config["model"], "seed": config["seed"], **progress, "train_loss": float(loss) if step_times else None, "params": counts,
+              "flops_per_token": flops, "step_ms": 1e3 * middle, "tokens_per_second": config["batch_tokens"] / middle if middle else None,
+              "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * config["batch_tokens"], "iters": step,
+              "device": torch.cuda.get_device_name() if gpu else f"{config['device']} {platform.machine()}", "threads": torch.get_num_threads(),
+              "torch": torch.__version__, "commit": git.stdout.strip(), "data_id": meta["data_id"], "source_hash": source_hash(config["model"]),
+              "config": config, "model_config": vars(raw.config), "date": datetime.date.today().isoformat()}
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+    plot_losses(out / "loss.png")
+    for key, value in (("bpb", progress["val_bpb"]), ("loss", progress["val_loss"])):
+        target = config[f"target_{key}"]
+        if target and value:
+            show(f"target {key} {target}: {'met' if value <= target else 'missed'} at the end with {value:.4f}, {clock(progress['train_seconds'])} of training")
+    if config["sample_tokens"]:
+        tok = prepare_fineweb.get_tokenizer(str(folder))
+        generator = torch.Generator(config["device"]).manual_seed(config["seed"])
+        ids = torch.cat(list(generate(raw.eval(), torch.tensor([[tok.eot]], device=config["device"]), config["sample_tokens"], temperature=0.8, top_k=50, generator=generator)))
+        print(f"\na sample:\n{tok.decode(ids.flatten().tolist())}\n")
+    print(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result {out}/result.json\n"
+          f"next: python sample.py --out_dir={out} --prompt=\"...\"")
+if world > 1:
+    dist.destroy_process_group()
