@@ -297,12 +297,20 @@ class TokenShards:
         masks = [path.with_suffix(".mask") for path in self.paths]
         self.has_mask = any(m.exists() for m in masks)
         self.masks = [np.memmap(m, dtype=np.uint8, mode="r") for m in masks] if self.has_mask else None
-        self.block_size, self.n_tokens = block_size, sum(map(len, self.shards))
+        self.block_size, self.n_tokens, self.permutations = block_size, sum(map(len, self.shards)), {}
         self.first = np.cumsum([0] + [max(len(s) - 1, 0) // block_size for s in self.shards])     # first window of every shard
         self.n_windows = int(self.first[-1])
         if not self.n_windows:
             raise ConfigError(f"the {split} shards of {folder} are too short for one window: {self.n_tokens:,} tokens, "
                               f"block_size={block_size} needs {block_size + 1:,} in one shard")
+
+    def shuffled(self, seed: int, rows) -> np.ndarray:
+        """Windows of the global rows `rows` (a range): row r is entry r mod n_windows of a permutation seeded by (seed, epoch)."""
+        rows = np.asarray(rows)
+        for epoch in {int(e) for e in rows // self.n_windows} - self.permutations.keys():
+            self.permutations = {e: p for e, p in self.permutations.items() if e >= epoch - 1}    # two at most: an epoch can end in a batch
+            self.permutations[epoch] = np.random.default_rng([seed, epoch]).permutation(self.n_windows)
+        return np.array([self.permutations[r // self.n_windows][r % self.n_windows] for r in rows.tolist()])
 
     def batch(self, windows):
         """(B,) window numbers -> x, y, both (B, T) int64; y is x one token on, and -1 where the mask asks for no loss."""

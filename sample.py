@@ -112,6 +112,21 @@ def choose(logits, temperature, top_k, top_p, generator=None):
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
+def plot_losses(log, png, title):
+    """The loss curves of a log.jsonl that train.py wrote, as a picture."""
+    from matplotlib.figure import Figure
+    rows = [json.loads(line) for line in open(log)]
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    train, val = [r for r in rows if "loss" in r], [r for r in rows if "val_loss" in r]
+    axes.plot([r["step"] for r in train], [r["loss"] for r in train], color="tab:blue", alpha=0.6, lw=1, label="training batches")
+    end = f": {val[-1]['val_loss']:.3f} nats" + (f", {val[-1]['val_bpb']:.3f} bits per byte" if val[-1]["val_bpb"] else "") if val else ""
+    axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", color="tab:red", label=f"validation{end}")
+    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", title=title)
+    axes.legend()
+    figure.savefig(png, dpi=100)
+
+
 @torch.inference_mode()
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eot=None, generator=None, cached=True):
     """

@@ -1,15 +1,15 @@
 """
 Train one of nanoMem's models on one GPU (or several, or a CPU). One flat script: read it from top to bottom.
 
-    python train.py                                            # MoVE on an embedded corpus, about a minute on a laptop
-    python train.py --model=move --depth=12                    # the canonical call: the paper's D12 on FineWeb-Edu
+    python train.py                                            # MoVE on an embedded corpus, a minute or two on a laptop
+    python train.py --model=move --depth=12                    # the canonical call: the paper's D12
     python train.py --model=move --depth=12 --dense=True       # its baseline without the memory
-    python train.py --model=move --init_from=resume            # go on where a run was killed, bit for bit on a CPU
+    python train.py --model=move --init_from=resume            # go on where a run was stopped, bit for bit on a CPU
     python train.py experiments/move_table1.py --scale=cpu     # a whole table: variants, seeds, verdicts
     torchrun --nproc_per_node=8 train.py --model=move --depth=12
 
 The globals below are the configuration. `--key=value` overrides one; a key that is not here but is a field of the
-model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime: the model's too). A positional
+model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime: that model's too). A positional
 argument is a Python file of such assignments. Precedence: globals < the model's RECIPE < file < command line.
 """
 import ctypes, datetime, importlib, json, math, os, platform, resource, subprocess, sys, time
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import prepare_fineweb
 from prepare_fineweb import ConfigError, TokenShards, configure, help_text, load_meta, load_token_bytes
-from sample import generate, load_checkpoint
+from sample import generate, load_checkpoint, plot_losses
 
 # ---------------------------------------------------------------- configuration: value on cpu | cuda where two; -1 and "" are automatic
 model = "move"                  # which file: model_<name>.py; `cp model_move.py model_mine.py` makes --model=mine
@@ -36,7 +36,7 @@ dataset = ""                    # folder, or a name under data/; fineweb_edu if 
 block_size = -1                 # 256 | 1024: tokens of context
 batch_size = -1                 # 8 | 32: sequences in one forward (the micro-batch)
 batch_tokens = -1               # 2048 | 131072: tokens per optimizer step, all GPUs together; accumulation follows from it
-max_iters = -1                  # 200 | about 10 tokens per dense non-embedding parameter, at most 4 epochs
+max_iters = -1                  # 200 | about 10 tokens per dense parameter, at most 4 epochs
 optimizer = ""                  # muon | adamw: the first of the model's RECIPE
 learning_rate = -1.0            # RECIPE
 min_lr = 0.0                    # where the schedule ends
@@ -66,6 +66,9 @@ wandb_project = "nanomem"       # its project
 wandb_run_name = ""             # its name; out_dir's
 # ----------------------------------------------------------------
 defaults = {k: v for k, v in globals().items() if not k.startswith("_") and type(v) in (int, float, bool, str)}
+root = Path(__file__).resolve().parent
+world, rank, local_rank = (int(os.environ.get(k, v)) for k, v in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+master = rank == 0
 
 
 def fail(message):
@@ -73,9 +76,8 @@ def fail(message):
 
 
 def read_config(argv):
-    """argv -> (config, keys that were given, the model's module, its Config fields that were given)."""
-    files = [a for a in argv if not a.startswith("-")]
-    source = {}
+    """argv -> (config, the keys that were given, the model's module, the fields of its Config that were given)."""
+    files, source = [a for a in argv if not a.startswith("-")], {}
     for path in files:
         if not Path(path).is_file():
             raise ConfigError(f"no config file {path} (options are written --key=value)")
@@ -86,27 +88,24 @@ def read_config(argv):
     source = {k: v for k, v in source.items() if not k.startswith("_") and type(v) in (int, float, bool, str)}
     name = next((a.split("=", 1)[1] for a in reversed(argv) if a.startswith("--model=")), source.get("model", model))
     if not (root / f"model_{name}.py").is_file():
-        there = ", ".join(sorted(p.stem[6:] for p in root.glob("model_*.py")))
-        raise ConfigError(f"model={name}: there is no model_{name}.py here; there are {there}")
+        raise ConfigError(f"model={name}: no model_{name}.py here; there are {', '.join(sorted(p.stem[6:] for p in root.glob('model_*.py')))}")
     module = importlib.import_module(f"model_{name}")
     fields = {k: f.default for k, f in module.Config.__dataclass_fields__.items()}
     if {"-h", "--help"} & set(argv):
         print(__doc__ + "\n" + help_text((root / "train.py").read_text(), defaults))
         print(f"\nfields of model_{name}.py's Config:\n" + help_text(Path(module.__file__).read_text(), fields))
         sys.exit(0)
-    known = {**fields, **defaults}
-    given, _ = configure([f"--{k}={v}" for k, v in source.items()] + [a for a in argv if a not in files], known)
+    given, _ = configure([f"--{k}={v}" for k, v in source.items()] + [a for a in argv if a not in files], {**fields, **defaults})
     recipes = getattr(module, "RECIPE", {"adamw": {}})
-    config = {**defaults, "optimizer": given.get("optimizer") or next(iter(recipes))}
-    if config["optimizer"] not in recipes:
-        raise ConfigError(f"optimizer={config['optimizer']}: model_{name}.py has recipes for {', '.join(recipes)}")
-    recipe = dict(recipes[config["optimizer"]])
-    config |= {"tuned_for": recipe.pop("tuned_for", 0)} | recipe | {k: v for k, v in given.items() if k in defaults and v != ""}
+    chosen = given.get("optimizer") or next(iter(recipes))
+    if chosen not in recipes:
+        raise ConfigError(f"optimizer={chosen}: model_{name}.py has recipes for {', '.join(recipes)}")
+    config = {**defaults, **recipes[chosen], **{k: v for k, v in given.items() if k in defaults}, "model": name, "optimizer": chosen}
     return config, given, module, {k: v for k, v in given.items() if k not in defaults}
 
 
 def locate(c):
-    """Where the run computes and where it writes: device, depth, out_dir."""
+    """Where the run computes and where it writes: device, depth and out_dir of the config c, in place."""
     c["device"] = c["device"] or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     if c["device"].split(":")[0] not in ("cuda", "mps", "cpu"):
         raise ConfigError(f"device={c['device']}: choose cuda, mps or cpu")
@@ -119,39 +118,34 @@ def locate(c):
     c["out_dir"] = c["out_dir"] or f"out/{c['model']}-{c['preset'] or 'd%d' % c['depth']}" + "-dense" * c["dense"]
 
 
-def resolve(c, given):
-    """Fill in what else is automatic in the config `c`, in place, and check it."""
+def resolve(c):
+    """Fill in what else is automatic in the config c, in place, and check it."""
     gpu = c["device"].startswith("cuda")
     bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     for key, cpu, cuda in (("dtype", "float32", "bfloat16" if bf16 else "float32"), ("compile", 0, 1), ("block_size", 256, 1024),
-                           ("batch_size", 8, 32), ("eval_tokens", 32768, 10485760), ("schedule", "cosine", "cosine")):
+                           ("batch_size", 8, 32), ("eval_tokens", 32768, 10485760), ("schedule", "cosine", "cosine"), ("learning_rate", 1e-3, 1e-3)):
         if c[key] in (-1, ""):
             c[key] = cuda if gpu else cpu
-    for key, low in dict(block_size=1, batch_size=1, log_interval=1, eval_tokens=1, sample_tokens=0, weight_decay=0, grad_clip=0,
-                         min_lr=0).items():
-        if c[key] < low:
-            raise ConfigError(f"{key}={c[key]}: must be at least {low}")
+    if c["batch_tokens"] == -1:
+        c["batch_tokens"] = max(131072 if gpu else 2048, c["block_size"] * world)
+    at_least_one = ("block_size", "batch_size", "log_interval", "eval_tokens")
+    for key in (*at_least_one, "sample_tokens", "weight_decay", "grad_clip", "min_lr"):
+        if c[key] < (key in at_least_one):
+            raise ConfigError(f"{key}={c[key]}: must be at least {int(key in at_least_one)}")
     for key in ("beta1", "beta2", "warmdown"):
         if not 0 <= c[key] <= 1:
             raise ConfigError(f"{key}={c[key]}: must be between 0 and 1")
     for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
         if c[key] not in choices:
             raise ConfigError(f"{key}={c[key]}: choose {' or '.join(choices)}")
-    if c["batch_tokens"] == -1:
-        c["batch_tokens"] = max(131072 if gpu else 2048, c["block_size"] * world)
     rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)
     if rest or not rows:
         raise ConfigError(f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']} x {world} processes")
     c["batch_size"] = max(b for b in range(1, min(c["batch_size"], rows) + 1) if rows % b == 0)   # the micro-batch divides the batch
-    if c["learning_rate"] == -1:
-        c["learning_rate"] = 1e-3
-    elif "learning_rate" not in given:                         # a recipe's rate belongs to its batch size
-        c["learning_rate"] *= (c["batch_tokens"] / c["tuned_for"]) ** 0.5 if c["tuned_for"] else 1.0
-    c["tuned_for"] = 0
 
 
 def build_model_config(c, module, overrides):
-    """The model's Config from a preset or the depth dial, DENSE and the fields given."""
+    """The model's Config from a preset or the depth dial, DENSE and the fields that were given."""
     dense = getattr(module, "DENSE", {}) if c["dense"] else {}
     for key in dense.keys() & overrides.keys():
         raise ConfigError(f"dense and {key}: dense=True sets {key}={dense[key]}; give one of them")
@@ -164,231 +158,34 @@ def build_model_config(c, module, overrides):
 
 
 def find_dataset(name):
-    """--dataset, as a folder or a name under data/; the embedded corpus is built when nothing else is prepared."""
-    if not name:
-        name = "fineweb_edu" if (root / "data/fineweb_edu/meta.json").exists() else "pydocs"
-        if name == "pydocs" and not (root / "data/pydocs/meta.json").exists():
-            if master:
-                prepare_fineweb.prepare(source="pydocs", out=str(root / "data/pydocs"))
-            if world > 1:
-                dist.barrier()
+    """--dataset as a folder or a name under data/; the embedded corpus is built when nothing else is prepared."""
+    name = name or ("fineweb_edu" if (root / "data/fineweb_edu/meta.json").exists() else "pydocs")
+    if name == "pydocs" and not (root / "data/pydocs/meta.json").exists():
+        if master:
+            prepare_fineweb.prepare(source="pydocs", out=str(root / "data/pydocs"))
+        if world > 1:
+            dist.barrier()
     return Path(name) if Path(name).is_dir() else root / "data" / name
 
 
-def schedule_factor(step):
-    """Multiplier of every scheduled learning rate for update number `step` (from 0)."""
-    c, floor = config, config["min_lr"] / max(config["learning_rate"], 1e-30)
-    if step < c["warmup_iters"]:
-        return (step + 1) / (c["warmup_iters"] + 1)
-    left = (c["max_iters"] - step) / max(1, c["max_iters"] - c["warmup_iters"])             # 1 .. 0
-    if c["schedule"] == "cosine":
-        return floor + (1 - floor) * 0.5 * (1 - math.cos(math.pi * left))
-    return floor + (1 - floor) * min(1.0, left / max(c["warmdown"], 1e-9))
-
-
-def build_optimizers(net):
-    """torch's AdamW, Muon and SparseAdam over the model's groups. Rates: group["base_lr"] times the schedule."""
-    c, betas = config, (config["beta1"], config["beta2"])
-    kinds = {"adamw": [], "muon": [], "sparse": []}
-    for group in net.param_groups(c["optimizer"], c["learning_rate"], c["weight_decay"]):
-        group = dict(group, base_lr=group["lr"], base_decay=group["weight_decay"])
-        kinds[group.pop("kind")].append(group)
-    for group in kinds["sparse"]:
-        group.pop("weight_decay")
-    found = []
-    if kinds["adamw"]:
-        found.append(torch.optim.AdamW(kinds["adamw"], betas=betas, fused=not c["device"].startswith("mps")))
-    if kinds["muon"]:
-        found.append(torch.optim.Muon(kinds["muon"], momentum=0.95, nesterov=True))
-    if kinds["sparse"]:
-        found.append(torch.optim.SparseAdam(kinds["sparse"], betas=betas))
-    return found
-
-
-def newton_schulz_fp32(G, coefficients, steps, eps):
-    """Muon's orthogonalisation as in torch.optim, but in fp32: without bf16 instructions a CPU is a hundred times slower in bf16."""
-    a, b, c = coefficients
-    X = G.T if G.size(0) > G.size(1) else G
-    X = X / X.norm().clamp(min=eps)
-    for _ in range(steps):
-        A = X @ X.T
-        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X.T if G.size(0) > G.size(1) else X
-
-
-def clip_grads(params, max_norm):
-    """Norm over dense and (coalesced) sparse gradients; scales them in place when it exceeds max_norm > 0."""
-    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
-    if max_norm > 0:
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-def exchange_sparse(grad):
-    """Mean over processes of row-sparse gradients of different lengths: gather rows and values, padded to the longest."""
-    count = torch.tensor([grad._nnz()], device=grad.device)
-    counts = [torch.zeros_like(count) for _ in range(world)]
-    dist.all_gather(counts, count)
-    longest = int(max(counts))
-    parts = []
-    for t in (grad._indices()[0], grad._values()):
-        padded = torch.cat([t, t.new_zeros(longest - len(t), *t.shape[1:])])
-        gathered = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(gathered, padded)
-        parts.append(torch.cat([g[:int(n)] for g, n in zip(gathered, counts)]))
-    return torch.sparse_coo_tensor(parts[0][None], parts[1] / world, grad.shape, check_invariants=False).coalesce()
-
-
-def step_rows(step):
-    """The windows of this process for update `step`: a pure function of (seed, global row), whatever the batch split."""
-    rows = config["batch_tokens"] // config["block_size"]
-    mine = np.arange(rank * rows // world, (rank + 1) * rows // world) + step * rows
-    epochs = mine // train_data.n_windows
-    for epoch in set(epochs.tolist()) - permutations.keys():
-        permutations[epoch] = np.random.default_rng([config["seed"], epoch]).permutation(train_data.n_windows)
-    for epoch in [e for e in permutations if e < epochs[0]]:
-        del permutations[epoch]
-    return np.array([permutations[e][r % train_data.n_windows] for e, r in zip(epochs.tolist(), mine.tolist())])
-
-
-def to_device(*tensors):
-    if config["device"].startswith("cuda"):
-        return [t.pin_memory().to(config["device"], non_blocking=True) for t in tensors]
-    return [t.to(config["device"]) for t in tensors]
-
-
-def forward_backward(net, x, y):
-    """One optimizer step's gradients: micro-batches of batch_size sequences, each weighted by its share of the targets, so
-    that the gradient is that of the mean over the whole batch. Returns the loss as a tensor."""
-    targets = (y >= 0).sum().float()
-    if world > 1:
-        targets = targets.to(config["device"])
-        dist.all_reduce(targets)
-        targets = targets.cpu()
-    total = 0.0
-    micro = list(zip(x.split(config["batch_size"]), y.split(config["batch_size"])))
-    for i, (xs, ys) in enumerate(micro):
-        share = float((ys >= 0).sum() / targets)
-        if world > 1:
-            net.require_backward_grad_sync = i == len(micro) - 1
-        xs, ys = to_device(xs, ys)
-        with autocast:
-            loss = net(xs, ys)[1] * share
-        (loss * world).backward()                              # DDP takes the mean over processes
-        total = total + loss.detach()
-    return total
-
-
-@torch.no_grad()
-def evaluate(net):
-    """(validation loss in nats, bits per byte or None) over the first eval_tokens; tokens without bytes are left out."""
-    net.eval()
-    n = min(max(1, config["eval_tokens"] // config["block_size"]), val_data.n_windows)
-    sums = torch.zeros(3, dtype=torch.float64)                 # nats, targets, bytes
-    for start in range(rank * config["batch_size"], n, config["batch_size"] * world):
-        x, y = val_data.batch(np.arange(start, min(n, start + config["batch_size"])))
-        size = torch.zeros(1)
-        if token_bytes is not None:
-            lengths = token_bytes[y.clamp(min=0)]
-            y = y.masked_fill(lengths == 0, -1)
-            size = lengths[y >= 0].sum()
-        count = (y >= 0).sum()
-        x, y = to_device(x, y)
-        with autocast:
-            loss = net(x, y)[1]
-        sums += torch.tensor([loss.item() * count, count, size], dtype=torch.float64)
-    if world > 1:
-        sums = sums.to(config["device"]) if config["device"].startswith("cuda") else sums
-        dist.all_reduce(sums)
-    net.train()
-    nats, count, size = sums.tolist()
-    return nats / max(count, 1), nats / math.log(2) / size if size else None
-
-
-def save_checkpoint(path):
-    """Temporary file, fsync, rename: whatever is killed when, `path` is a whole checkpoint, the old one or the new one."""
-    state = {"format": "nanomem-1", "model": raw.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step,
-             "rng": torch.get_rng_state(), "config": config, "model_config": dict(vars(raw.config)), "train": progress,
-             "data": {**meta, "folder": str(folder)}}
-    with open(f"{path}.tmp", "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
-def log_line(**values):
-    with open(out / "log.jsonl", "a") as f:
-        f.write(json.dumps(values) + "\n")
-    if wandb is not None:
-        wandb.log({k: v for k, v in values.items() if v is not None}, step=values["step"])
-
-
-def show(text, live=False):
-    """One line of at most 79 columns; on a terminal a live line is overwritten by the next."""
-    if master:
-        tty = sys.stdout.isatty()
-        print(("\r\033[K" if tty else "") + text[:79], end="" if live and tty else "\n", flush=True)
-
-
-def clock(seconds):
-    m, s = divmod(int(seconds), 60)
-    return f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s"
-
-
-def peak_memory():
-    """Peak bytes: the GPU allocator's, or the process's resident set."""
-    if config["device"].startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def peak_flops():
-    """Dense bf16 FLOP/s by the vendors' data sheets; None for a device that is not listed."""
-    name = torch.cuda.get_device_name() if config["device"].startswith("cuda") else ""
-    return next((f for key, f in {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}.items() if key in name), None)
-
-
-def plot_losses(path):
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    lines = [json.loads(line) for line in open(out / "log.jsonl")]
-    train = [(l["step"], l["loss"]) for l in lines if "loss" in l]
-    val = [(l["step"], l["val_loss"]) for l in lines if "val_loss" in l]
-    plt.figure(figsize=(7, 4))
-    plt.plot(*zip(*train), color="tab:blue", alpha=0.6, lw=1, label="train")
-    plt.plot(*zip(*val), "o-", color="tab:red", label=f"validation: {val[-1][1]:.3f} nats" + (f", {progress['val_bpb']:.3f} bits/byte" if progress["val_bpb"] else ""))
-    plt.xlabel("step")
-    plt.ylabel("cross-entropy (nats per token)")
-    plt.title(f"model_{config['model']}.py on {Path(folder).name}")
-    plt.legend()
-    plt.tight_layout()
-    plt.savefig(path, dpi=100)
-    plt.close()
-
-
-# ---------------------------------------------------------------- set-up: config, data, model
-root = Path(__file__).resolve().parent
-world, rank, local_rank = (int(os.environ.get(k, v)) for k, v in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-master, wandb, permutations = rank == 0, None, {}
-step, progress = 0, {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0}
+# ---------------------------------------------------------------- set-up: config, data, model, optimizers
 try:
     config, given, module, overrides = read_config(sys.argv[1:])
-    ckpt, resume = None, config["init_from"] == "resume"
     locate(config)
+    ckpt, resume = None, config["init_from"] == "resume"
     if config["init_from"] != "scratch":
         ckpt = load_checkpoint(config["out_dir"] if resume else config["init_from"])
         fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
         saved = {**ckpt["config"], **ckpt["model_config"]}
         for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
             raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
-        keep = ckpt["config"] if resume else {k: ckpt["config"][k] for k in ("model", "preset", "depth", "dense", "block_size")}
-        config |= {k: v for k, v in keep.items() if k not in given and k not in ("out_dir", "init_from", "device")}
+        keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
+        config |= {k: v for k, v in keep.items() if k in defaults and k not in given and k not in ("out_dir", "init_from", "device")}
+        if not resume and Path(config["out_dir"]).resolve() in (Path(config["init_from"]).resolve(), Path(config["init_from"]).resolve().parent):
+            raise ConfigError(f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    resolve(config, given)
+        dist.init_process_group("nccl" if config["device"].startswith("cuda") else "gloo")
+    resolve(config)
     idle = config["dry_run"] or config["bench"]
     folder = None if idle and not config["dataset"] else find_dataset(config["dataset"])
     meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
@@ -402,80 +199,159 @@ try:
 except (ConfigError, ValueError, OSError) as error:
     fail(error)
 
-gpu, out, raw = config["device"].startswith("cuda"), Path(config["out_dir"]), None
+gpu, out, rows = config["device"].startswith("cuda"), Path(config["out_dir"]), config["batch_tokens"] // config["block_size"]
+
+
+def newton_schulz_fp32(G, coefficients, steps, eps):
+    """Muon's orthogonalisation as in torch.optim, but in fp32: a CPU without bf16 instructions is a hundred times slower in bf16."""
+    a, b, c = coefficients
+    X = G.T if G.size(0) > G.size(1) else G
+    X = X / X.norm().clamp(min=eps)
+    for _ in range(steps):
+        A = X @ X.T
+        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.T if G.size(0) > G.size(1) else X
+
+
 if gpu:
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
 else:
     torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
-    if platform.libc_ver()[0] == "glibc":                      # keep freed memory instead of faulting it in again every step
+    if platform.libc_ver()[0] == "glibc":                      # keep freed memory instead of faulting it in again every step:
         for option, value in ((-3, 1 << 30), (-1, 2 ** 31 - 1), (-2, 1 << 28)):             # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
             ctypes.CDLL(None).mallopt(option, value)
 torch.manual_seed(config["seed"])
 autocast = torch.autocast(config["device"].split(":")[0], torch.bfloat16) if config["dtype"] == "bfloat16" else nullcontext()
 
 
-def build(model_config, device):
-    with torch.device("meta"):
+def build(model_config):
+    with torch.device("meta"):                                 # no memory and no time yet
         net = module.Model(model_config)
-    if device != "meta":
-        net.to_empty(device=device)
+    if not config["dry_run"]:
+        net.to_empty(device=config["device"])
         net.init_weights()
     return net
 
 
-def describe(net):
-    """Parameters, FLOPs and expected memory, as lines."""
-    counts = net.param_counts() if hasattr(net, "param_counts") else {"total": sum(p.numel() for p in net.parameters())}
-    flops = net.flops_per_token() if hasattr(net, "flops_per_token") else 0
-    text = "parameters: " + ", ".join(f"{v:,} {k}" for k, v in counts.items())
-    return counts, flops, f"{text}\n{flops / 1e6:,.1f} MFLOP per token (forward and backward)"
+def build_optimizers(net):
+    """torch's AdamW, Muon and SparseAdam over the model's groups. A group's rate is base_lr times the schedule."""
+    betas, kinds = (config["beta1"], config["beta2"]), {"adamw": [], "muon": [], "sparse": []}
+    for group in net.param_groups(config["optimizer"], config["learning_rate"], config["weight_decay"]):
+        kinds[group["kind"]].append(dict(group, base_lr=group["lr"], base_decay=group["weight_decay"]))
+    makers = {"adamw": lambda groups: torch.optim.AdamW(groups, betas=betas, fused=config["device"] != "mps"),
+              "muon": lambda groups: torch.optim.Muon(groups, momentum=0.95, nesterov=True),
+              "sparse": lambda groups: torch.optim.SparseAdam(groups, betas=betas)}
+    return [makers[kind](groups) for kind, groups in kinds.items() if groups]
 
 
-counts, flops, text = describe(build(model_config, "meta"))
+raw = net = build(model_config)
+counts = raw.param_counts() if hasattr(raw, "param_counts") else {"total": sum(p.numel() for p in raw.parameters())}
+flops = raw.flops_per_token() if hasattr(raw, "flops_per_token") else 6 * counts["total"]
 if config["max_iters"] == -1:
-    config["max_iters"] = 200 if not gpu else min(10 * flops // 6, 4 * (meta.get("tokens") or {"train": math.inf})["train"]) // config["batch_tokens"]
+    config["max_iters"] = int(min(10 * flops / 6, 4 * train_data.n_tokens) // config["batch_tokens"]) if gpu and not idle else 200
 if config["warmup_iters"] == -1:
     config["warmup_iters"] = round(0.02 * config["max_iters"])
 if config["eval_interval"] == -1:
     config["eval_interval"] = max(1, config["max_iters"] // (20 if gpu else 4))
 if master:
-    print(f"model_{config['model']}.py, {model_config}\n{text}\n{config['batch_tokens']:,} tokens a step = {config['batch_tokens'] // config['block_size']} x "
-          f"{config['block_size']}, {config['batch_size']} sequences at once; {config['max_iters']} steps; {config['optimizer']}, learning rate "
-          f"{config['learning_rate']:.2e}, {config['schedule']}; {config['device']}, {config['dtype']}")
+    print(f"{model_config}\nparameters: {', '.join(f'{v:,} {k}' for k, v in counts.items())}; {flops / 1e6:,.1f} MFLOP a token, forward and backward\n"
+          f"{config['batch_tokens']:,} tokens a step = {rows} x {config['block_size']}, {config['batch_size']} sequences at once; {config['max_iters']} steps\n"
+          f"{config['optimizer']}, learning rate {config['learning_rate']:g}, {config['schedule']}; {config['device']}, {config['dtype']}, data {folder}")
 if config["dry_run"]:
-    for name, p in build(model_config, "meta").named_parameters():
+    for name, p in raw.named_parameters():
         print(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")
-    print(f"about {16 * counts['total'] / 2 ** 30:.2f} GiB for parameters, gradients and Adam's moments, without activations")
+    print(f"about {16 * counts['total'] / 2 ** 30:.2f} GiB for parameters, gradients and Adam's moments, and the activations on top")
     sys.exit(0)
 
-raw = net = build(model_config, config["device"])
-optimizers = build_optimizers(raw)
+optimizers, wandb, step = build_optimizers(raw), None, 0
+progress = {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0}
 if ckpt:
     raw.load_state_dict(ckpt["model"])
-    if resume:
-        for optimizer_, state in zip(optimizers, ckpt["optimizers"]):
-            optimizer_.load_state_dict(state)
-        torch.set_rng_state(ckpt["rng"])
-        step, progress = ckpt["step"], ckpt["train"]
+if resume:
+    for o, state in zip(optimizers, ckpt["optimizers"]):
+        o.load_state_dict(state)
+    torch.set_rng_state(ckpt["rng"])
+    step, progress = ckpt["step"], ckpt["train"]
 if config["compile"]:
     net = torch.compile(net)
-sparse = [p for o in optimizers if isinstance(o, torch.optim.SparseAdam) for g in o.param_groups for p in g["params"]]
 if world > 1:
     from torch.nn.parallel import DistributedDataParallel as DDP
-    names = [n for n, p in raw.named_parameters() if any(p is q for q in sparse)]         # DDP cannot reduce row-sparse gradients
-    DDP._set_params_and_buffers_to_ignore_for_model(net, names)
+    sparse = {p for o in optimizers if isinstance(o, torch.optim.SparseAdam) for g in o.param_groups for p in g["params"]}
+    DDP._set_params_and_buffers_to_ignore_for_model(net, [n for n, p in raw.named_parameters() if p in sparse])   # exchange_sparse does them
     net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
 
 
-def train_step(net, params, optimizers, x, y, step, want_norm):
-    """One update from the global batch (x, y). Returns the loss and, if wanted or clipped, the gradient norm, as tensors."""
+# ---------------------------------------------------------------- one step
+def fetch(step):
+    """This process's part of the batch of update `step`: a pure function of (seed, global row), whatever the split."""
+    return train_data.batch(train_data.shuffled(config["seed"], range(step * rows + rank * rows // world, step * rows + (rank + 1) * rows // world)))
+
+
+def to_device(*tensors):
+    return [t.pin_memory().to(config["device"], non_blocking=True) if gpu else t.to(config["device"]) for t in tensors]
+
+
+def forward_backward(net, x, y):
+    """One optimizer step's gradients: micro-batches of batch_size sequences, each weighted by its share of the targets, so
+    that the gradient is that of the mean over the whole batch. Returns the batch's loss as a tensor."""
+    targets = (y >= 0).sum().float()
+    if world > 1:
+        targets = targets.to(config["device"])
+        dist.all_reduce(targets)
+    total, micro = 0.0, list(zip(x.split(config["batch_size"]), y.split(config["batch_size"])))
+    for i, (x, y) in enumerate(micro):
+        if world > 1:
+            net.require_backward_grad_sync = i == len(micro) - 1
+        share = float((y >= 0).sum() / targets)
+        with autocast:
+            loss = net(*to_device(x, y))[1] * share
+        (loss * world).backward()                              # DDP takes the mean over processes
+        total = total + loss.detach()
+    if world > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def exchange_sparse(grad):
+    """Mean over processes of a row-sparse gradient: gather everyone's rows and values, padded to the longest."""
+    count = torch.tensor([grad._nnz()], device=grad.device)
+    counts = [torch.zeros_like(count) for _ in range(world)]
+    dist.all_gather(counts, count)
+    parts = []
+    for t in (grad._indices()[0], grad._values()):
+        padded = torch.cat([t, t.new_zeros(int(max(counts)) - len(t), *t.shape[1:])])
+        everyone = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(everyone, padded)
+        parts.append(torch.cat([g[:int(n)] for g, n in zip(everyone, counts)]))
+    return torch.sparse_coo_tensor(parts[0][None], parts[1] / world, grad.shape, check_invariants=False).coalesce()
+
+
+def clip_grads(params, max_norm):
+    """Norm over dense and (coalesced) sparse gradients; scales them in place when it exceeds max_norm > 0."""
+    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+    if max_norm > 0:
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def schedule_factor(step):
+    """Multiplier of every scheduled learning rate for update number `step`, from 0."""
+    floor, left = config["min_lr"] / max(config["learning_rate"], 1e-30), 1 - step / config["max_iters"]
+    if step < config["warmup_iters"]:
+        return (step + 1) / (config["warmup_iters"] + 1)
+    if config["schedule"] == "wsd":
+        return floor + (1 - floor) * min(1.0, left / max(config["warmdown"], 1e-9))
+    return floor + (1 - floor) * 0.5 * (1 - math.cos(math.pi * left * config["max_iters"] / max(1, config["max_iters"] - config["warmup_iters"])))
+
+
+def train_step(net, params, optimizers, x, y, step, want_norm=False):
+    """One update from the batch (x, y). Returns the loss and, if wanted or clipped, the gradient norm, as tensors."""
     loss = forward_backward(net, x, y)
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = exchange_sparse(p.grad.coalesce()) if world > 1 else p.grad.coalesce()
-    if world > 1:
-        dist.all_reduce(loss)
     norm = clip_grads(params, config["grad_clip"]) if want_norm or config["grad_clip"] else None
     factor = schedule_factor(step)
     for o in optimizers:
@@ -486,57 +362,128 @@ def train_step(net, params, optimizers, x, y, step, want_norm):
                 group["weight_decay"] = group["base_decay"] * (1 - step / config["max_iters"])
         o.step()
         o.zero_grad(set_to_none=True)
+    if gpu:
+        torch.cuda.synchronize()
     return loss, norm
 
 
-def synchronize():
+@torch.no_grad()
+def evaluate():
+    """(loss in nats, bits per byte or None) over the first eval_tokens of the validation split; tokens without bytes are left out."""
+    net.eval()
+    n = min(max(1, config["eval_tokens"] // config["block_size"]), val_data.n_windows)
+    sums = torch.zeros(3, dtype=torch.float64)                 # nats, targets, bytes
+    for start in range(rank * config["batch_size"], n, config["batch_size"] * world):
+        x, y = val_data.batch(np.arange(start, min(n, start + config["batch_size"])))
+        if token_bytes is not None:
+            lengths = token_bytes[y.clamp(min=0)] * (y >= 0)
+            y, sums[2] = y.masked_fill(lengths == 0, -1), sums[2] + lengths.sum()
+        with autocast:
+            loss = net(*to_device(x, y))[1].item()
+        sums[0], sums[1] = sums[0] + loss * (y >= 0).sum(), sums[1] + (y >= 0).sum()
+    if world > 1:
+        sums = sums.to(config["device"])
+        dist.all_reduce(sums)
+    net.train()
+    nats, count, size = sums.tolist()
+    return nats / max(count, 1), nats / math.log(2) / size if size else None
+
+
+def peak_memory():
+    """Peak GiB: the GPU allocator's, or the process's resident set."""
     if gpu:
-        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() / 2 ** 30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
+
+
+def mfu(flops, tokens_per_second):
+    """Model FLOP/s as a share of the GPU's dense bf16 peak by its data sheet, as text; "" for devices that are not listed."""
+    name = torch.cuda.get_device_name() if gpu else ""
+    peak = next((tflops for key, tflops in {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "4090": 165}.items() if key in name), None)
+    return f" mfu {flops * tokens_per_second / world / peak / 1e10:.0f}%" if peak else ""
 
 
 if config["bench"]:                                            # the model and its dense baseline, step by step in turn
-    rows, T, steps = config["batch_tokens"] // config["block_size"], config["block_size"], 12
-    p = 1.0 / np.arange(1, model_config.vocab_size + 1)        # Zipf's law: the token frequencies of text, roughly
-    draw = lambda: torch.from_numpy(np.random.default_rng(0).choice(model_config.vocab_size, size=(rows, T + 1), p=p / p.sum()))
-    racers = {"model": (net, list(raw.parameters()), optimizers)}
+    p = 1.0 / np.arange(1, model_config.vocab_size + 1)        # Zipf's law: roughly the token frequencies of text
+    racers, draw = {"model": (net, raw, optimizers)}, np.random.default_rng(config["seed"])
     if getattr(module, "DENSE", {}) and any(getattr(model_config, k) != v for k, v in module.DENSE.items()):
-        base = build(build_model_config(config, module, {**vars(model_config), **module.DENSE}), config["device"])
-        racers["dense"] = (torch.compile(base) if config["compile"] else base, list(base.parameters()), build_optimizers(base))
+        base = build(module.Config(**{**vars(model_config), **module.DENSE}))
+        racers["dense"] = (torch.compile(base) if config["compile"] else base, base, build_optimizers(base))
     times = {name: [] for name in racers}
-    for i in range(steps + 3):                                 # three to warm up
-        for name, racer in racers.items():
-            batch = draw()
-            synchronize()
+    for i in range(15):                                        # three to warm up, twelve that count
+        batch = torch.from_numpy(draw.choice(model_config.vocab_size, size=(rows, config["block_size"] + 1), p=p / p.sum()))
+        for name, (racer, raw, racer_optimizers) in racers.items():
             start = time.perf_counter()
-            train_step(*racer, batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), min(i, config["max_iters"] - 1), False)
-            synchronize()
+            train_step(racer, list(raw.parameters()), racer_optimizers, batch[:, :-1], batch[:, 1:], min(i, config["max_iters"] - 1))
             times[name] += [time.perf_counter() - start] * (i >= 3)
-    for name, t in times.items():
-        t, flops = sorted(t)[steps // 2], racers[name][0].flops_per_token() if name == "dense" and not config["compile"] else flops
-        mfu = f" mfu {100 * flops * config['batch_tokens'] / t / peak_flops():.1f}%" if peak_flops() else ""
-        print(f"{name}: {1e3 * t:.1f} ms a step, {config['batch_tokens'] / t:,.0f} tokens/s{mfu}, ratio to dense "
-              f"{t / sorted(times.get('dense', times['model']))[steps // 2]:.3f} (medians of {steps})")
-    print(f"peak memory of both: {peak_memory() / 2 ** 30:.2f} GiB; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    median = {name: float(np.median(t)) for name, t in times.items()}
+    for name, (_, raw, _) in racers.items():
+        pace = config["batch_tokens"] / median[name]
+        print(f"{name}: {1e3 * median[name]:.1f} ms a step, {pace:,.0f} tok/s{mfu(raw.flops_per_token(), pace)}, "
+              f"{median[name] / median.get('dense', median['model']):.3f} of dense")
+    print(f"medians of 12 steps in turn; peak memory of all {peak_memory():.2f} GiB; torch {torch.__version__}, {torch.get_num_threads()} threads")
     sys.exit(0)
 
-# ---------------------------------------------------------------- the run
+
+# ---------------------------------------------------------------- what a run leaves behind
+def save_checkpoint(path):
+    """Temporary file, fsync, rename: whatever is killed when, `path` is a whole checkpoint, the old one or the new one."""
+    state = {"format": "nanomem-1", "model": raw.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step,
+             "rng": torch.get_rng_state(), "config": config, "model_config": dict(vars(model_config)), "train": progress,
+             "data": {**meta, "folder": str(folder)}}
+    with open(f"{path}.tmp", "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def save(why):
+    """Save a checkpoint, unless one of the losses since the last look is not a number: then stop with step and rows named."""
+    for n, loss in recent:
+        if not math.isfinite(loss):
+            fail(f"the loss is {float(loss)} at step {n}, rows {n * rows - rows} to {n * rows - 1} of the data order. Lower learning_rate="
+                 f"{config['learning_rate']:g} or set grad_clip" + (f"; {out}/ckpt.pt holds the last good state" if (out / "ckpt.pt").exists() else ""))
+    recent.clear()
+    if why and master:
+        save_checkpoint(out / "ckpt.pt")
+        show(f"{why} | saved {out}/ckpt.pt")
+
+
+def log_line(**values):
+    with open(out / "log.jsonl", "a") as f:
+        f.write(json.dumps(values) + "\n")
+    if wandb is not None:
+        wandb.log({k: v for k, v in values.items() if v is not None}, step=values["step"])
+
+
+def show(text, live=False):
+    """A line of at most 79 columns; on a terminal a live line is overwritten by the next."""
+    if master:
+        tty = sys.stdout.isatty()
+        print(("\r\033[K" if tty else "") + text[:79], end="" if live and tty else "\n", flush=True)
+
+
+def clock(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
+
+
 token_bytes = load_token_bytes(folder)
 token_bytes = torch.from_numpy(token_bytes) if token_bytes is not None else None
 if config["eval_only"]:
-    val_loss, val_bpb = evaluate(net)
-    show(f"val {val_loss:.4f} bpb {val_bpb:.4f}" if val_bpb else f"val {val_loss:.4f}")
+    val_loss, val_bpb = evaluate()
+    show(f"val {val_loss:.4f} bpb {'n/a' if val_bpb is None else f'{val_bpb:.4f}'}")
     sys.exit(0)
 if master:
     if not resume and (out / "ckpt.pt").exists():
-        if config["init_from"] != "scratch" and Path(config["init_from"]).resolve() in (out.resolve(), (out / "ckpt.pt").resolve()):
-            fail(f"out_dir={out} is the folder of init_from: give another --out_dir")
         print(f"{out} holds an earlier run; its checkpoint is replaced at the first evaluation")
     out.mkdir(parents=True, exist_ok=True)
     for name in ("result.json", "loss.png") + (() if resume else ("log.jsonl",)):
         (out / name).unlink(missing_ok=True)
-    if (Path(folder) / "tokenizer.json").exists():             # so that sample.py does not need the data
-        (out / "tokenizer.json").write_bytes((Path(folder) / "tokenizer.json").read_bytes())
-    if resume:                                                 # the log up to the checkpoint; what came after is done again
+    if (folder / "tokenizer.json").exists():                   # so that sample.py does not need the data
+        (out / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    if resume:                                                 # the log up to the checkpoint: what came after is done again
         lines = [line for line in open(out / "log.jsonl") if line.endswith("}\n") and json.loads(line)["step"] <= step]
         (out / "log.jsonl.tmp").write_text("".join(lines))
         os.replace(out / "log.jsonl.tmp", out / "log.jsonl")
@@ -545,75 +492,48 @@ if master:
         import wandb
         wandb.init(project=config["wandb_project"], name=config["wandb_run_name"] or out.name, config=config, resume="allow")
 
-params, last, step_times, first_step = list(raw.parameters()), [], [], step
-fetch = lambda s: train_data.batch(step_rows(s))
-if config["compile"]:                                          # compile before the clock runs: a forward and backward, thrown away
-    x, y = fetch(step)
-    forward_backward(net, x, y)
-    for o in optimizers:
-        o.zero_grad(set_to_none=True)
-
-
-def finite(steps_losses):
-    """Stop with step and rows named if one of the losses since the last look is not a number."""
-    for n, loss in steps_losses:
-        if not math.isfinite(float(loss)):
-            rows = config["batch_tokens"] // config["block_size"]
-            fail(f"the loss is {float(loss)} at step {n}, rows {n * rows - rows} to {n * rows - 1} of the data order (windows {step_rows(n - 1)[:4]}...). "
-                 f"Lower learning_rate={config['learning_rate']:g}, or set grad_clip; {out}/ckpt.pt holds the last good state")
-
-
-def save(why):
-    finite(last)
-    if master:
-        save_checkpoint(out / "ckpt.pt")
-    show(f"{why} | saved {out}/ckpt.pt")
-
-
+# ---------------------------------------------------------------- the run
+recent, step_times, first_step, params, loss = [], [], step, list(raw.parameters()), None
+profiler = torch.profiler.profile() if config["profile"] else nullcontext()
+last_step = min(config["max_iters"], step + 3) if config["profile"] else config["max_iters"]
 try:
-    if config["profile"]:
-        profiler = torch.profiler.profile(with_stack=False, record_shapes=True)
-        profiler.start()
-    x, y = fetch(step) if step < config["max_iters"] else (None, None)
-    while True:
-        if (step % config["eval_interval"] == 0 or step == config["max_iters"]) and not (resume and step == first_step):
-            val_loss, val_bpb = evaluate(net)
-            progress |= {"val_loss": val_loss, "val_bpb": val_bpb}
-            better, progress["best"] = val_loss < progress["best"], min(val_loss, progress["best"])
-            if master:
-                log_line(step=step, val_loss=val_loss, val_bpb=val_bpb, train_seconds=progress["train_seconds"])
-            text = f"{step:5}/{config['max_iters']} val {val_loss:.4f} bpb {val_bpb:.4f}" if val_bpb else f"{step:5}/{config['max_iters']} val {val_loss:.4f} bpb n/a"
-            text += f" | trained {clock(progress['train_seconds'])}"
-            if step and (config["always_save_checkpoint"] or better):
-                save(text)
-            else:
-                show(text)
-        if step == config["max_iters"] or config["profile"] and step == first_step + 3:
-            break
-        synchronize()
-        start = time.perf_counter()
-        if hasattr(raw, "begin_step"):
-            raw.begin_step(step, config["max_iters"])
-        logged = (step + 1) % config["log_interval"] == 0 or step + 1 == config["max_iters"]
-        loss, norm = train_step(net, params, optimizers, x, y, step, logged)
-        step += 1
-        last.append((step, loss))
-        if step < config["max_iters"]:
-            x, y = fetch(step)                                 # while a GPU is still at work on the step
-        if logged or not gpu:
-            finite(last)
-            last = []
-        synchronize()
-        seconds = time.perf_counter() - start
-        progress["train_seconds"] += seconds
-        step_times.append(seconds)
-        if logged and master:
-            pace, factor = config["batch_tokens"] / sorted(step_times[-50:])[len(step_times[-50:]) // 2], schedule_factor(step - 1)
-            mfu = f" mfu {100 * flops * pace / world / peak_flops():.0f}%" if peak_flops() and flops else ""
-            log_line(step=step, loss=float(loss), lr=config["learning_rate"] * factor, grad_norm=float(norm), tokens=step * config["batch_tokens"],
-                     tokens_per_second=pace)
-            show(f"{step:5}/{config['max_iters']} loss {float(loss):.4f} lr {config['learning_rate'] * factor:.1e} |g| {float(norm):.2f} "
-                 f"{pace / 1e3:.1f}k tok/s{mfu} {peak_memory() / 2 ** 30:.1f}G eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
+    batch = fetch(step) if step < last_step else None
+    if config["compile"] and batch:                            # compile before the clock runs: a step's gradients, thrown away
+        forward_backward(net, *batch)
+        for o in optimizers:
+            o.zero_grad(set_to_none=True)
+    with profiler:
+        while True:
+            if (step % config["eval_interval"] == 0 or step == config["max_iters"]) and not (resume and step == first_step):
+                progress["val_loss"], progress["val_bpb"] = val_loss, val_bpb = evaluate()
+                better, progress["best"] = val_loss < progress["best"], min(val_loss, progress["best"])
+                text = (f"{step:5}/{config['max_iters']} val {val_loss:.4f} bpb {'n/a' if val_bpb is None else f'{val_bpb:.4f}'} "
+                        f"| trained {clock(progress['train_seconds'])}")
+                if master:
+                    log_line(step=step, val_loss=val_loss, val_bpb=val_bpb, train_seconds=progress["train_seconds"])
+                if step and (config["always_save_checkpoint"] or better):
+                    save(text)
+                else:
+                    show(text)
+            if step == last_step:
+                break
+            start = time.perf_counter()
+            if hasattr(raw, "begin_step"):
+                raw.begin_step(step, config["max_iters"])
+            logged = (step + 1) % config["log_interval"] == 0 or step + 1 == config["max_iters"]
+            loss, norm = train_step(net, params, optimizers, *batch, step, logged)
+            step += 1
+            recent.append((step, loss))
+            batch = fetch(step) if step < last_step else None
+            step_times.append(time.perf_counter() - start)
+            progress["train_seconds"] += step_times[-1]
+            if logged:
+                save("")                                       # looks at the losses, saves nothing
+                pace, lr = config["batch_tokens"] / float(np.median(step_times[-50:])), config["learning_rate"] * schedule_factor(step - 1)
+                if master:
+                    log_line(step=step, loss=float(loss), lr=lr, grad_norm=float(norm), tokens=step * config["batch_tokens"], tokens_per_second=pace)
+                show(f"{step:5}/{config['max_iters']} loss {float(loss):.4f} lr {lr:.1e} |g| {float(norm):.2f} {pace / 1e3:.1f}k tok/s{mfu(flops, pace)} "
+                     f"{peak_memory():.1f}G eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
 except KeyboardInterrupt:
     if step > first_step:
         save(f"interrupted at step {step}")
@@ -625,29 +545,27 @@ except (torch.OutOfMemoryError, RuntimeError) as error:
 
 # ---------------------------------------------------------------- the end: result.json, picture, sample
 if config["profile"]:
-    profiler.stop()
     profiler.export_chrome_trace(str(out / "trace.json"))
-    show(f"wrote {out}/trace.json (open it in chrome://tracing or ui.perfetto.dev)")
+    show(f"wrote {out}/trace.json: open it in chrome://tracing or ui.perfetto.dev")
 elif master:
     from experiments.run import source_hash
     git = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=root, capture_output=True, text=True)
-    middle = sorted(step_times)[len(step_times) // 2] if step_times else 0.0
-    result = {"model": config["model"], "seed": config["seed"], **progress, "train_loss": float(loss) if step_times else None, "params": counts,
-              "flops_per_token": flops, "step_ms": 1e3 * middle, "tokens_per_second": config["batch_tokens"] / middle if middle else None,
-              "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * config["batch_tokens"], "iters": step,
-              "device": torch.cuda.get_device_name() if gpu else f"{config['device']} {platform.machine()}", "threads": torch.get_num_threads(),
-              "torch": torch.__version__, "commit": git.stdout.strip(), "data_id": meta["data_id"], "source_hash": source_hash(config["model"]),
-              "config": config, "model_config": vars(raw.config), "date": datetime.date.today().isoformat()}
+    seconds = float(np.median(step_times)) if step_times else None
+    result = {"model": config["model"], "seed": config["seed"], **progress, "train_loss": None if loss is None else float(loss), "params": counts,
+              "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds, "tokens_per_second": seconds and config["batch_tokens"] / seconds,
+              "peak_memory_mb": 1024 * peak_memory(), "tokens": step * config["batch_tokens"], "iters": step, "threads": torch.get_num_threads(),
+              "device": torch.cuda.get_device_name() if gpu else f"{config['device']} {platform.machine()}", "torch": torch.__version__,
+              "commit": git.stdout.strip(), "data_id": meta["data_id"], "source_hash": source_hash(config["model"]),
+              "config": config, "model_config": vars(model_config), "date": datetime.date.today().isoformat()}
     (out / "result.json").write_text(json.dumps(result, indent=1))
-    plot_losses(out / "loss.png")
-    for key, value in (("bpb", progress["val_bpb"]), ("loss", progress["val_loss"])):
-        target = config[f"target_{key}"]
-        if target and value:
-            show(f"target {key} {target}: {'met' if value <= target else 'missed'} at the end with {value:.4f}, {clock(progress['train_seconds'])} of training")
+    plot_losses(out / "log.jsonl", out / "loss.png", f"model_{config['model']}.py on {folder.name}")
+    for key, value, goal in (("bpb", progress["val_bpb"], config["target_bpb"]), ("loss", progress["val_loss"], config["target_loss"])):
+        if goal and value:
+            show(f"target {key} {goal}: {'met' if value <= goal else 'missed'} with {value:.4f} after {clock(progress['train_seconds'])} of training")
     if config["sample_tokens"]:
-        tok = prepare_fineweb.get_tokenizer(str(folder))
-        generator = torch.Generator(config["device"]).manual_seed(config["seed"])
-        ids = torch.cat(list(generate(raw.eval(), torch.tensor([[tok.eot]], device=config["device"]), config["sample_tokens"], temperature=0.8, top_k=50, generator=generator)))
+        tok, start = prepare_fineweb.get_tokenizer(str(folder)), torch.tensor([[meta["eot"]]], device=config["device"])
+        rng = torch.Generator(config["device"]).manual_seed(config["seed"])
+        ids = torch.cat(list(generate(raw.eval(), start, config["sample_tokens"], temperature=0.8, top_k=50, generator=rng)))
         print(f"\na sample:\n{tok.decode(ids.flatten().tolist())}\n")
     print(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result {out}/result.json\n"
           f"next: python sample.py --out_dir={out} --prompt=\"...\"")

@@ -2,7 +2,7 @@
 model, metric, baseline, seeds = "move", "val_bpb", "standard", 3
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
                gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
-cpu = dict(depth=4, block_size=256, batch_tokens=2048, max_iters=977, eval_interval=977, eval_tokens=262144)     # 2.0M tokens a run
+cpu = dict(depth=4, block_size=256, batch_tokens=4096, max_iters=366, eval_interval=183, eval_tokens=131072)     # 1.5M tokens a run
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=1000)                  # 131M tokens a run
 variants = {                                                     # overrides, the paper's D12 number, seeds
     "standard": (dict(dense=True), .838),
