@@ -79,3 +79,30 @@ def mix_values(v, bank_rows, inverse, gate, gate_v=True):
     """
     (T, H, d), M = v.shape, gate.shape[-1] - gate_v
     return _MixValues.apply(v, bank_rows.reshape(bank_rows.shape[0], M, H, d), inverse, gate, gate_v)
+
+
+# ---------------------------------------------------------------- row-sparse gradients in training
+
+def clip_grads(params, max_norm):
+    """Norm over dense and coalesced row-sparse gradients; scales them in place when it exceeds max_norm > 0. Returns the norm, a tensor."""
+    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
+    if max_norm > 0:
+        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def average_sparse(grad):
+    """Mean over processes of a coalesced row-sparse gradient, which DDP cannot reduce: everyone's rows and values are gathered,
+    padded to the longest, and summed."""
+    import torch.distributed as dist
+    world, count = dist.get_world_size(), torch.tensor([grad._nnz()], device=grad.device)
+    counts = [torch.zeros_like(count) for _ in range(world)]
+    dist.all_gather(counts, count)
+    parts = []
+    for t in (grad._indices()[0], grad._values()):
+        padded = torch.cat([t, t.new_zeros(int(max(counts)) - len(t), *t.shape[1:])])
+        everyone = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(everyone, padded)
+        parts.append(torch.cat([g[:int(n)] for g, n in zip(everyone, counts)]))
+    return torch.sparse_coo_tensor(parts[0][None], parts[1] / world, grad.shape, check_invariants=False).coalesce()

@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import math
+import random
 import re
 import runpy
 import shutil
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 import kernels
 import model_move
+import prepare_fineweb
 
 torch.set_num_threads(1)                                       # sizes here are tiny
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="slow: python test_all.py --slow")
@@ -385,8 +388,278 @@ def test_move_config_errors(fields, message):
 
 # ================================================================ train.py
 
+TINY = ["--depth=1", "--block_size=32", "--batch_tokens=128", "--batch_size=4", "--eval_tokens=256", "--log_interval=1", "--sample_tokens=0"]
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """A data folder of bytes: some easy text, enough for a few epochs of tiny runs."""
+    folder = tmp_path_factory.mktemp("text")
+    words = "the memory of a model is a table of values that every layer may read and a gate decides how much".split()
+    rng = random.Random(0)
+    for i in range(40):
+        (folder / f"{'val' if i < 4 else 'train'}-{i}.txt").write_text(" ".join(rng.choice(words) for _ in range(150)))
+    return prepare_fineweb.prepare(source=str(folder), tokenizer="bytes", out=str(folder / "data"), workers=1)
+
+
+def train(*flags, expect=""):
+    """Run train.py in this process (nothing imports it); with `expect`, it must stop with a message that holds that text."""
+    argv, sys.argv = sys.argv, ["train.py", *map(str, flags)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")                     # a run prints no warnings
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            if not expect:
+                return runpy.run_path(str(ROOT / "train.py"), run_name="train")
+            with pytest.raises(SystemExit) as stop:
+                runpy.run_path(str(ROOT / "train.py"), run_name="train")
+            assert expect in str(stop.value.code), stop.value.code
+    finally:
+        sys.argv = argv
+        torch.set_grad_enabled(True)
+
+
+def log_of(out, key="loss"):
+    return {row["step"]: row[key] for row in map(json.loads, open(Path(out) / "log.jsonl")) if key in row}
+
+
+def test_train_end_to_end(text_folder, tmp_path, capsys):
+    out = tmp_path / "run"
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=60", "--sample_tokens=30", "--target_bpb=7", "--target_loss=0.1")
+    text, result = capsys.readouterr().out, json.loads((out / "result.json").read_text())
+    losses, vals, bpbs = log_of(out), log_of(out, "val_loss"), log_of(out, "val_bpb")
+    assert sorted(losses) == list(range(1, 61)) and sorted(vals) == [0, 15, 30, 45, 60]
+    assert vals[0] == pytest.approx(math.log(257), abs=0.1) and vals[60] < 3.5 and losses[60] < losses[1] - 1.5
+    assert all(bpbs[s] == pytest.approx(vals[s] / math.log(2)) for s in vals), "a byte is a token here: BPB is the loss in bits"
+    assert result["val_loss"] == vals[60] and result["tokens"] == 60 * 128 and result["params"]["memory"] == 257 * 64
+    assert len(result["source_hash"]) == 8 and result["data_id"] == prepare_fineweb.load_meta(text_folder)["data_id"]
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG" and not (out / "ckpt.pt.tmp").exists()
+    lines = text.splitlines()
+    assert "target bpb 7.0: met" in text and "target loss 0.1: missed" in text and "a sample:" in text and str(out / "ckpt.pt") in text
+    progress = [line for line in lines if re.match(r" +\d+/60 ", line)]
+    assert len(progress) == 65 and all(len(line) <= 79 for line in progress) and "eta 0m" in progress[1] and "tok/s" in progress[1]
+    ckpt = torch.load(out / "ckpt.pt", weights_only=True)
+    assert ckpt["step"] == 60 and ckpt["config"]["model"] == "move" and ckpt["model_config"]["slots"] == 1
+
+
+@pytest.mark.parametrize("switches", [["--optimizer=muon"], ["--optimizer=adamw", "--schedule=wsd"], ["--sparse_memory=True"], ["--memory=lave"]], ids=str)
+def test_resume_is_exact(switches, text_folder, tmp_path):
+    """Ctrl-C at step 10, resumed: every loss bit for bit the uninterrupted run's."""
+    flags = [*TINY, *switches, f"--dataset={text_folder}", "--max_iters=16", "--eval_interval=4", "--grad_clip=1"]
+    train(*flags, f"--out_dir={tmp_path / 'whole'}")
+    calls = []
+
+    def shuffled(self, seed, rows, original=prepare_fineweb.TokenShards.shuffled):
+        calls.append(rows)
+        if len(calls) == 11:
+            raise KeyboardInterrupt
+        return original(self, seed, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_fineweb.TokenShards, "shuffled", shuffled)
+        train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
+    assert torch.load(tmp_path / "part" / "ckpt.pt", weights_only=True)["step"] == 10, "Ctrl-C saves"
+    with open(tmp_path / "part" / "log.jsonl", "a") as f:
+        f.write('{"step": 11, "loss": 9}\n{"step": 12, "lo')   # what a kill may leave behind the checkpoint
+    train(f"--dataset={text_folder}", f"--out_dir={tmp_path / 'part'}", "--init_from=resume")
+    for key in ("loss", "grad_norm", "lr", "val_loss"):
+        assert log_of(tmp_path / "part", key) == log_of(tmp_path / "whole", key)
+    a, b = (torch.load(tmp_path / run / "ckpt.pt", weights_only=True)["model"] for run in ("whole", "part"))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@slow
+def test_sigkill_at_random_moments_loses_nothing(text_folder, tmp_path):
+    flags = [sys.executable, str(ROOT / "train.py"), *TINY, f"--dataset={text_folder}", "--max_iters=120", "--eval_interval=2"]
+    whole, part, kills = tmp_path / "whole", tmp_path / "part", 0
+    subprocess.run([*flags, f"--out_dir={whole}"], check=True, capture_output=True)
+    rng = random.Random(0)
+    while True:
+        began = (part / "ckpt.pt").exists()
+        process = subprocess.Popen([*flags, f"--out_dir={part}"] + ["--init_from=resume"] * began, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for _ in range(rng.randint(8, 40)):                    # so many lines of output, then a little longer
+            if not process.stdout.readline():
+                break
+        time.sleep(rng.random() * 0.05)
+        if kills < 5 and process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        rest, _ = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, rest.decode()
+    assert kills >= 3
+    for key in ("loss", "val_loss"):
+        assert log_of(part, key) == log_of(whole, key)
+
+
+def test_micro_batches_do_not_change_a_run(text_folder, tmp_path):
+    logs = []
+    for batch_size in (4, 1, 3):                               # 3 does not divide 4 rows: 2 is taken
+        train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=4", f"--batch_size={batch_size}", "--optimizer=adamw", "--sparse_memory=True")
+        logs.append(log_of(tmp_path))
+        torch.testing.assert_close(list(logs[0].values()), list(logs[-1].values()), atol=2e-5, rtol=0)
+    assert json.loads((tmp_path / "result.json").read_text())["config"]["batch_size"] == 2
+
+
+def test_targets_are_weighted_over_the_whole_batch(tmp_path):
+    """Prompt/answer records: rows have different numbers of targets; the loss of a step is the mean over all of them."""
+    rows = [{"prompt": "q" * (i % 7 + 1), "answer": "a" * (1 + i % 13)} for i in range(300)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    folder = prepare_fineweb.prepare(source=str(tmp_path / "qa.jsonl"), tokenizer="bytes", out=str(tmp_path / "data"), val_fraction=0.1, workers=1)
+    logs = []
+    for batch_size in (4, 1):
+        train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=3", f"--batch_size={batch_size}", "--optimizer=adamw")
+        logs.append(log_of(tmp_path / "run"))
+    torch.testing.assert_close(list(logs[0].values()), list(logs[1].values()), atol=1e-5, rtol=0)
+
+
+def torchrun(processes, *flags):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", str(ROOT / "train.py"), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@slow
+@pytest.mark.parametrize("sparse", [False, True])
+def test_two_processes_equal_one(sparse, text_folder, tmp_path):
+    """DDP over gloo: step 1's gradients within 1e-5, ten AdamW steps within 1e-3. After one step Adam's first moment is (1 - beta1) * gradient."""
+    flags = [*TINY, f"--dataset={text_folder}", "--optimizer=adamw", "--beta1=0.5", f"--sparse_memory={sparse}", "--batch_size=1"]
+    for steps, tolerance in ((1, 1e-5), (10, 1e-3)):
+        train(*flags, f"--out_dir={tmp_path / 'one'}", f"--max_iters={steps}")
+        torchrun(2, *flags, f"--out_dir={tmp_path / 'two'}", f"--max_iters={steps}")
+        one, two = (torch.load(tmp_path / run / "ckpt.pt", weights_only=True) for run in ("one", "two"))
+        if steps == 1:
+            for a, b in zip(one["optimizers"], two["optimizers"]):
+                for i, state in a["state"].items():
+                    torch.testing.assert_close(2 * b["state"][i]["exp_avg"], 2 * state["exp_avg"], atol=tolerance, rtol=0)
+        for name in one["model"]:
+            torch.testing.assert_close(two["model"][name], one["model"][name], atol=tolerance if steps > 1 else 5e-3, rtol=0)
+        assert log_of(tmp_path / "one", "val_loss")[steps] == pytest.approx(log_of(tmp_path / "two", "val_loss")[steps], abs=1e-3)
+
+
+def test_schedules_and_clipping(text_folder, tmp_path):
+    lrs = {}
+    for name, flags in dict(wsd=["--schedule=wsd", "--warmdown=0.5", "--warmup_iters=0", "--min_lr=0.001"], cosine=["--schedule=cosine", "--warmup_iters=2"]).items():
+        train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=8", "--learning_rate=0.01", "--optimizer=adamw", "--grad_clip=0.01", *flags)
+        lrs[name] = [log_of(tmp_path, "lr")[s] for s in range(1, 9)]
+    assert lrs["wsd"] == pytest.approx([0.01] * 5 + [0.001 + 0.009 * f for f in (0.75, 0.5, 0.25)])
+    cosine = [0.5 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
+    assert lrs["cosine"] == pytest.approx([0.01 / 3, 0.02 / 3] + [0.01 * f for f in cosine])
+    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5, 2))
+    a.grad, b.grad = torch.full((3,), 2.0), torch.sparse_coo_tensor([[1, 4]], torch.full((2, 2), 1.0), (5, 2)).coalesce()
+    assert kernels.clip_grads([a, b], 1.0).item() == pytest.approx(4.0)
+    assert a.grad.tolist() == pytest.approx([0.5] * 3) and b.grad.to_dense()[4].tolist() == pytest.approx([0.25] * 2, abs=1e-5)
+
+
+def test_precedence_file_and_help(text_folder, tmp_path, capsys):
+    (tmp_path / "config.py").write_text("import math\nlearning_rate = 0.003\nmax_iters = 2\nmemory_scale = 4\nhelper = [1]\n")
+    result = train(*TINY, tmp_path / "config.py", f"--dataset={text_folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1", "--optimizer=adamw")
+    config = result["config"]                                  # globals < RECIPE < file < command line
+    assert (config["log_interval"], config["weight_decay"], config["learning_rate"], config["max_iters"]) == (1, 0.1, 0.003, 1)
+    assert result["model_config"].slots == 2 and config["grad_clip"] == 1.0 and train_muon_recipe(text_folder, tmp_path)["grad_clip"] == 0.0
+    train("--help", expect="0")
+    text = capsys.readouterr().out
+    assert "--batch_tokens=-1" in text and "--memory_scale=1.0" in text and "tokens per optimizer step" in text
+
+
+def train_muon_recipe(text_folder, tmp_path):
+    return train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1")["config"]
+
+
+def test_a_copied_model_file_needs_no_registration(text_folder, tmp_path):
+    for file in ("sample.py", "kernels.py", "prepare_fineweb.py", "experiments"):
+        (tmp_path / file).symlink_to(ROOT / file)
+    shutil.copy(ROOT / "train.py", tmp_path)                   # it looks for model files beside itself
+    text = (ROOT / "model_move.py").read_text()
+    (tmp_path / "model_mine.py").write_text(text.replace("F.relu(self.up(x)).square()", "F.gelu(self.up(x))"))
+    done = subprocess.run([sys.executable, "train.py", "--model=mine", *TINY, f"--dataset={text_folder}", "--max_iters=2", "--sample_tokens=5"], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and "out/mine-d1/ckpt.pt" in done.stdout, done.stdout + done.stderr
+
+
+def test_dry_run_bench_eval_only_and_profile(text_folder, tmp_path, capsys):
+    train("--preset=d12_move_x8", "--dry_run=True", expect="0")
+    text = capsys.readouterr().out
+    assert "(50257, 48, 768)" in text and "GiB" in text and "bank.table" in text
+    train(*TINY, "--bench=True", "--vocab_size=100", expect="0")
+    text = capsys.readouterr().out
+    assert re.search(r"model +[\d.]+ ms a step", text) and re.search(r"dense +[\d.]+ ms a step.* 1.000 of dense", text)
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=3")
+    want = log_of(tmp_path, "val_loss")[3]
+    capsys.readouterr()
+    train(f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--init_from=resume", "--eval_only=True", expect="0")
+    assert f"val {want:.4f} bpb" in capsys.readouterr().out
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'p'}", "--profile=True", expect="trace.json")
+    assert "traceEvents" in (tmp_path / "p" / "trace.json").read_text()[:5000]
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(text_folder, tmp_path):
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=40", "--eval_interval=40", "--learning_rate=1e30", "--optimizer=adamw", "--grad_clip=0",
+          expect="rows 4 to 7 of the data order")
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+@pytest.fixture(scope="module")
+def finished_run(text_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished")
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=2")
+    return out
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--model=mova"], "model=mova: no model_mova.py here; there are"), (["--memory_scael=2"], "memory_scale"), (["--depht=4"], "depth"), (["--depth=four"], "depth"),
+    (["--dense"], "--dense=True"), (["--preset=d13"], "preset=d13"), (["--preset=d12", "--depth=4"], "preset and depth"), (["--optimizer=sgd"], "optimizer=sgd"),
+    (["--dense=True", "--memory=lave"], "dense and memory"), (["--device=tpu"], "device=tpu"), (["--device=cuda"], "sees no CUDA GPU"), (["--dtype=float16"], "dtype=float16"),
+    (["--schedule=linear"], "schedule=linear: choose cosine or wsd"), (["--batch_tokens=100"], "multiple of block_size=32"), (["--batch_tokens=0"], "batch_tokens=0"),
+    (["--block_size=0"], "block_size=0: must be at least 1"), (["--log_interval=0"], "log_interval=0"), (["--beta2=1.5"], "beta2=1.5: must be between 0 and 1"),
+    (["--grad_clip=-1"], "grad_clip"), (["--vocab_size=100"], "vocab_size=100"), (["--n_head=3"], "n_head=3"), (["--memory=ring"], "memory='ring'"), (["--gate_v=7"], "gate_v=7"),
+    (["nowhere.py"], "no config file nowhere.py"), (["--init_from=nowhere"], "nowhere"), (["--init_from=resume"], "ckpt.pt"), (["--block_size=100000", "--batch_tokens=100000"], "too short"),
+    (["--dataset=nowhere"], "nowhere"), (["--learning_rate=fast"], "learning_rate"), (["--max_iters="], "max_iters"), (["--seed=nan"], "seed"),
+])
+def test_train_bad_flags(flags, message, text_folder, tmp_path):
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=1", *flags, expect=message)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--depth=2"], "depth=2: the checkpoint has depth=1"), (["--memory=lave"], "memory=lave: the checkpoint has memory=move"), (["--seed=2"], "seed=2"),
+    (["--batch_tokens=256"], "batch_tokens=256"), (["--dense=True"], "dense=True"), (["--optimizer=adamw"], "optimizer=adamw"), (["--memory_scale=2"], "memory_scale"),
+])
+def test_resume_refuses_what_would_change_the_run(flags, message, text_folder, finished_run):
+    train(f"--dataset={text_folder}", f"--out_dir={finished_run}", "--init_from=resume", *flags, expect=message)
+
+
+def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "more")
+    train(f"--dataset={text_folder}", f"--out_dir={tmp_path / 'more'}", "--init_from=resume", "--max_iters=4")
+    assert sorted(log_of(tmp_path / "more")) == [1, 2, 3, 4]
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'new'}", f"--init_from={finished_run}", "--max_iters=1")
+    assert log_of(tmp_path / "new", "val_loss")[0] == pytest.approx(log_of(finished_run, "val_loss")[2], abs=1e-5)
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={finished_run}", f"--init_from={finished_run}", expect="give another --out_dir")
+
+
+@pytest.mark.parametrize("spoil, message", [
+    (lambda p: p.write_bytes(p.read_bytes()[:1000]), "ckpt.pt"), (lambda p: p.write_bytes(b""), "ckpt.pt"), (lambda p: torch.save({"a": 1}, p), "nanoMem checkpoint"), (lambda p: p.unlink(), "ckpt.pt"),
+])
+def test_spoilt_checkpoints(spoil, message, text_folder, finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path / "run")
+    spoil(tmp_path / "run" / "ckpt.pt")
+    train(f"--dataset={text_folder}", f"--out_dir={tmp_path / 'run'}", "--init_from=resume", expect=message)
+
+
+def test_layers_of_the_code_base():
+    """Nothing imports train.py; a model file imports torch, the standard library and kernels; the top level holds the ten files."""
+    allowed = {"train", "sample", "kernels", "prepare_fineweb", "test_all"}
+    for path in ROOT.glob("*.py"):
+        imports = set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.M))
+        assert "train" not in imports, path
+        assert path.stem in allowed or path.stem.startswith("model_")
+        if path.stem.startswith("model_"):
+            assert imports <= {"torch", "kernels"} | sys.stdlib_module_names, (path, imports)
+
+
 # ================================================================ experiments/
 
 
 if __name__ == "__main__":
-    sys.exit(pytest.main([str(ROOT / "test_all.py"), "-q", "-x", *sys.argv[1:]]))
+    os.environ["NANOMEM_SLOW"] = "1" if "--slow" in sys.argv else ""
+    sys.exit(pytest.main([__file__, "-q", *[a for a in sys.argv[1:] if a != "--slow"]]))

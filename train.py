@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import prepare_fineweb
+from kernels import average_sparse, clip_grads
 from prepare_fineweb import ConfigError, TokenShards, configure, help_text, load_meta, load_token_bytes
 from sample import generate, load_checkpoint, plot_losses
 
@@ -71,24 +72,24 @@ world, rank, local_rank = (int(os.environ.get(k, v)) for k, v in (("WORLD_SIZE",
 master = rank == 0
 
 
-def fail(message):
-    sys.exit(f"train.py: {message}")
+def need(condition, message):
+    if not condition:
+        raise ConfigError(message)
 
 
 def read_config(argv):
     """argv -> (config, the keys that were given, the model's module, the fields of its Config that were given)."""
     files, source = [a for a in argv if not a.startswith("-")], {}
     for path in files:
-        if not Path(path).is_file():
-            raise ConfigError(f"no config file {path} (options are written --key=value)")
+        need(Path(path).is_file(), f"no config file {path} (options are written --key=value)")
         exec(Path(path).read_text(), source)
         if "variants" in source:
             from experiments.run import main
             sys.exit(main(path, [a for a in argv if a not in files]))
     source = {k: v for k, v in source.items() if not k.startswith("_") and type(v) in (int, float, bool, str)}
     name = next((a.split("=", 1)[1] for a in reversed(argv) if a.startswith("--model=")), source.get("model", model))
-    if not (root / f"model_{name}.py").is_file():
-        raise ConfigError(f"model={name}: no model_{name}.py here; there are {', '.join(sorted(p.stem[6:] for p in root.glob('model_*.py')))}")
+    there = sorted(p.stem[6:] for p in root.glob("model_*.py"))
+    need(name in there, f"model={name}: no model_{name}.py here; there are {', '.join(there)}")
     module = importlib.import_module(f"model_{name}")
     fields = {k: f.default for k, f in module.Config.__dataclass_fields__.items()}
     if {"-h", "--help"} & set(argv):
@@ -98,8 +99,7 @@ def read_config(argv):
     given, _ = configure([f"--{k}={v}" for k, v in source.items()] + [a for a in argv if a not in files], {**fields, **defaults})
     recipes = getattr(module, "RECIPE", {"adamw": {}})
     chosen = given.get("optimizer") or next(iter(recipes))
-    if chosen not in recipes:
-        raise ConfigError(f"optimizer={chosen}: model_{name}.py has recipes for {', '.join(recipes)}")
+    need(chosen in recipes, f"optimizer={chosen}: model_{name}.py has recipes for {', '.join(recipes)}")
     config = {**defaults, **recipes[chosen], **{k: v for k, v in given.items() if k in defaults}, "model": name, "optimizer": chosen}
     return config, given, module, {k: v for k, v in given.items() if k not in defaults}
 
@@ -107,14 +107,11 @@ def read_config(argv):
 def locate(c):
     """Where the run computes and where it writes: device, depth and out_dir of the config c, in place."""
     c["device"] = c["device"] or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
-    if c["device"].split(":")[0] not in ("cuda", "mps", "cpu"):
-        raise ConfigError(f"device={c['device']}: choose cuda, mps or cpu")
-    if c["device"].startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={c['device']}: this torch sees no CUDA GPU; leave the key out to run on the CPU")
-    if c["preset"] and c["depth"] != -1:
-        raise ConfigError("preset and depth: give one of them")
-    if not c["preset"] and c["depth"] == -1:
-        c["depth"] = 12 if c["device"].startswith("cuda") else 4
+    kind = c["device"].split(":")[0]
+    need(kind in ("cuda", "mps", "cpu"), f"device={c['device']}: choose cuda, mps or cpu")
+    need(kind != "cuda" or torch.cuda.is_available(), f"device={c['device']}: this torch sees no CUDA GPU; leave the key out to run on the CPU")
+    need(not c["preset"] or c["depth"] == -1, "preset and depth: give one of them")
+    c["depth"] = (12 if kind == "cuda" else 4) if not c["preset"] and c["depth"] == -1 else c["depth"]
     c["out_dir"] = c["out_dir"] or f"out/{c['model']}-{c['preset'] or 'd%d' % c['depth']}" + "-dense" * c["dense"]
 
 
@@ -126,35 +123,43 @@ def resolve(c):
                            ("batch_size", 8, 32), ("eval_tokens", 32768, 10485760), ("schedule", "cosine", "cosine"), ("learning_rate", 1e-3, 1e-3)):
         if c[key] in (-1, ""):
             c[key] = cuda if gpu else cpu
-    if c["batch_tokens"] == -1:
-        c["batch_tokens"] = max(131072 if gpu else 2048, c["block_size"] * world)
-    at_least_one = ("block_size", "batch_size", "log_interval", "eval_tokens")
-    for key in (*at_least_one, "sample_tokens", "weight_decay", "grad_clip", "min_lr"):
-        if c[key] < (key in at_least_one):
-            raise ConfigError(f"{key}={c[key]}: must be at least {int(key in at_least_one)}")
-    for key in ("beta1", "beta2", "warmdown"):
-        if not 0 <= c[key] <= 1:
-            raise ConfigError(f"{key}={c[key]}: must be between 0 and 1")
+    c["batch_tokens"] = max(131072 if gpu else 2048, c["block_size"] * world) if c["batch_tokens"] == -1 else c["batch_tokens"]
+    for key, low, high in (("block_size", 1, 1e9), ("batch_size", 1, 1e9), ("log_interval", 1, 1e9), ("eval_tokens", 1, 1e18), ("sample_tokens", 0, 1e9), ("min_lr", 0, 1e9),
+                           ("weight_decay", 0, 1e9), ("grad_clip", 0, 1e9), ("beta1", 0, 1), ("beta2", 0, 1), ("warmdown", 0, 1)):
+        need(low <= c[key] <= high, f"{key}={c[key]}: must be " + (f"at least {low}" if high > 1 else "between 0 and 1"))
     for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
-        if c[key] not in choices:
-            raise ConfigError(f"{key}={c[key]}: choose {' or '.join(choices)}")
+        need(c[key] in choices, f"{key}={c[key]}: choose {' or '.join(choices)}")
     rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)
-    if rest or not rows:
-        raise ConfigError(f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']} x {world} processes")
+    need(rows > 0 and not rest, f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']}" + f" x {world} processes" * (world > 1))
     c["batch_size"] = max(b for b in range(1, min(c["batch_size"], rows) + 1) if rows % b == 0)   # the micro-batch divides the batch
 
 
 def build_model_config(c, module, overrides):
     """The model's Config from a preset or the depth dial, DENSE and the fields that were given."""
-    dense = getattr(module, "DENSE", {}) if c["dense"] else {}
+    dense, presets = getattr(module, "DENSE", {}) if c["dense"] else {}, getattr(module, "PRESETS", {})
     for key in dense.keys() & overrides.keys():
         raise ConfigError(f"dense and {key}: dense=True sets {key}={dense[key]}; give one of them")
     fields = {"block_size": c["block_size"], **dense, **overrides}
     if not c["preset"]:
         return module.Config.from_depth(c["depth"], **fields)
-    if c["preset"] not in getattr(module, "PRESETS", {}):
-        raise ConfigError(f"preset={c['preset']}: model_{c['model']}.py has {', '.join(getattr(module, 'PRESETS', {})) or 'none'}")
-    return module.Config(**{**module.PRESETS[c["preset"]], **fields})
+    need(c["preset"] in presets, f"preset={c['preset']}: model_{c['model']}.py has {', '.join(presets) or 'none'}")
+    return module.Config(**{**presets[c["preset"]], **fields})
+
+
+def load_start(config, given, overrides):
+    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults."""
+    resume = config["init_from"] == "resume"
+    if config["init_from"] == "scratch":
+        return None
+    ckpt, source, out = load_checkpoint(config["out_dir"] if resume else config["init_from"]), Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
+    need(resume or out not in (source, source.parent), f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
+    fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
+    saved = {**ckpt["config"], **ckpt["model_config"]}
+    for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
+        raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
+    keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
+    config |= {k: v for k, v in keep.items() if k in defaults and k not in given and k not in ("out_dir", "init_from", "device")}
+    return ckpt
 
 
 def find_dataset(name):
@@ -172,32 +177,20 @@ def find_dataset(name):
 try:
     config, given, module, overrides = read_config(sys.argv[1:])
     locate(config)
-    ckpt, resume = None, config["init_from"] == "resume"
-    if config["init_from"] != "scratch":
-        ckpt = load_checkpoint(config["out_dir"] if resume else config["init_from"])
-        fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
-        saved = {**ckpt["config"], **ckpt["model_config"]}
-        for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
-            raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
-        keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
-        config |= {k: v for k, v in keep.items() if k in defaults and k not in given and k not in ("out_dir", "init_from", "device")}
-        if not resume and Path(config["out_dir"]).resolve() in (Path(config["init_from"]).resolve(), Path(config["init_from"]).resolve().parent):
-            raise ConfigError(f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
+    ckpt, resume = load_start(config, given, overrides), config["init_from"] == "resume"
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if config["device"].startswith("cuda") else "gloo")
     resolve(config)
     idle = config["dry_run"] or config["bench"]
     folder = None if idle and not config["dataset"] else find_dataset(config["dataset"])
     meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
-    if overrides.setdefault("vocab_size", meta["vocab_size"]) < meta["vocab_size"] and folder:
-        raise ConfigError(f"vocab_size={overrides['vocab_size']}: the tokens of {folder} need {meta['vocab_size']}")
+    need(overrides.setdefault("vocab_size", meta["vocab_size"]) >= meta["vocab_size"] or not folder, f"vocab_size={overrides['vocab_size']}: {folder} needs {meta['vocab_size']}")
     model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, overrides)
-    if resume and ckpt["data"]["data_id"] != meta["data_id"]:
-        raise ConfigError(f"{folder} holds other text ({meta['data_id']}) than the checkpoint was trained on ({ckpt['data']['data_id']})")
+    need(not resume or ckpt["data"]["data_id"] == meta["data_id"], f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
     if not idle:
         train_data, val_data = (TokenShards(folder, split, config["block_size"]) for split in ("train", "val"))
 except (ConfigError, ValueError, OSError) as error:
-    fail(error)
+    sys.exit(f"train.py: {error}")
 
 gpu, out, rows = config["device"].startswith("cuda"), Path(config["out_dir"]), config["batch_tokens"] // config["block_size"]
 
@@ -278,7 +271,7 @@ if config["compile"]:
 if world > 1:
     from torch.nn.parallel import DistributedDataParallel as DDP
     sparse = {p for o in optimizers if isinstance(o, torch.optim.SparseAdam) for g in o.param_groups for p in g["params"]}
-    DDP._set_params_and_buffers_to_ignore_for_model(net, [n for n, p in raw.named_parameters() if p in sparse])   # exchange_sparse does them
+    DDP._set_params_and_buffers_to_ignore_for_model(net, [n for n, p in raw.named_parameters() if p in sparse])   # average_sparse's part
     net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
 
 
@@ -286,10 +279,6 @@ if world > 1:
 def fetch(step):
     """This process's part of the batch of update `step`: a pure function of (seed, global row), whatever the split."""
     return train_data.batch(train_data.shuffled(config["seed"], range(step * rows + rank * rows // world, step * rows + (rank + 1) * rows // world)))
-
-
-def to_device(*tensors):
-    return [t.pin_memory().to(config["device"], non_blocking=True) if gpu else t.to(config["device"]) for t in tensors]
 
 
 def forward_backward(net, x, y):
@@ -305,35 +294,12 @@ def forward_backward(net, x, y):
             net.require_backward_grad_sync = i == len(micro) - 1
         share = float((y >= 0).sum() / targets)
         with autocast:
-            loss = net(*to_device(x, y))[1] * share
+            loss = net(x.to(config["device"]), y.to(config["device"]))[1] * share
         (loss * world).backward()                              # DDP takes the mean over processes
         total = total + loss.detach()
     if world > 1:
         dist.all_reduce(total)
     return total
-
-
-def exchange_sparse(grad):
-    """Mean over processes of a row-sparse gradient: gather everyone's rows and values, padded to the longest."""
-    count = torch.tensor([grad._nnz()], device=grad.device)
-    counts = [torch.zeros_like(count) for _ in range(world)]
-    dist.all_gather(counts, count)
-    parts = []
-    for t in (grad._indices()[0], grad._values()):
-        padded = torch.cat([t, t.new_zeros(int(max(counts)) - len(t), *t.shape[1:])])
-        everyone = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(everyone, padded)
-        parts.append(torch.cat([g[:int(n)] for g, n in zip(everyone, counts)]))
-    return torch.sparse_coo_tensor(parts[0][None], parts[1] / world, grad.shape, check_invariants=False).coalesce()
-
-
-def clip_grads(params, max_norm):
-    """Norm over dense and (coalesced) sparse gradients; scales them in place when it exceeds max_norm > 0."""
-    grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
-    if max_norm > 0:
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 
 def schedule_factor(step):
@@ -351,7 +317,7 @@ def train_step(net, params, optimizers, x, y, step, want_norm=False):
     loss = forward_backward(net, x, y)
     for p in params:
         if p.grad is not None and p.grad.is_sparse:
-            p.grad = exchange_sparse(p.grad.coalesce()) if world > 1 else p.grad.coalesce()
+            p.grad = average_sparse(p.grad.coalesce()) if world > 1 else p.grad.coalesce()
     norm = clip_grads(params, config["grad_clip"]) if want_norm or config["grad_clip"] else None
     factor = schedule_factor(step)
     for o in optimizers:
@@ -379,7 +345,7 @@ def evaluate():
             lengths = token_bytes[y.clamp(min=0)] * (y >= 0)
             y, sums[2] = y.masked_fill(lengths == 0, -1), sums[2] + lengths.sum()
         with autocast:
-            loss = net(*to_device(x, y))[1].item()
+            loss = net(x.to(config["device"]), y.to(config["device"]))[1].item()
         sums[0], sums[1] = sums[0] + loss * (y >= 0).sum(), sums[1] + (y >= 0).sum()
     if world > 1:
         sums = sums.to(config["device"])
@@ -389,39 +355,35 @@ def evaluate():
     return nats / max(count, 1), nats / math.log(2) / size if size else None
 
 
-def peak_memory():
-    """Peak GiB: the GPU allocator's, or the process's resident set."""
-    if gpu:
-        return torch.cuda.max_memory_allocated() / 2 ** 30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
-
-
-def mfu(flops, tokens_per_second):
-    """Model FLOP/s as a share of the GPU's dense bf16 peak by its data sheet, as text; "" for devices that are not listed."""
+def usage(flops, tokens_per_second):
+    """" mfu 41% 11.2G": model FLOP/s as a share of the GPU's dense bf16 peak by its data sheet (where listed), and peak memory."""
     name = torch.cuda.get_device_name() if gpu else ""
     peak = next((tflops for key, tflops in {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "4090": 165}.items() if key in name), None)
-    return f" mfu {flops * tokens_per_second / world / peak / 1e10:.0f}%" if peak else ""
+    return (f" mfu {flops * tokens_per_second / world / peak / 1e10:.0f}%" if peak else "") + f" {peak_memory() / 2 ** 30:.1f}G"
+
+
+def peak_memory():                                             # bytes: the GPU allocator's, or the process's resident set
+    kilo = 1 if sys.platform == "darwin" else 1024
+    return torch.cuda.max_memory_allocated() if gpu else kilo * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 if config["bench"]:                                            # the model and its dense baseline, step by step in turn
-    p = 1.0 / np.arange(1, model_config.vocab_size + 1)        # Zipf's law: roughly the token frequencies of text
+    zipf = 1.0 / np.arange(1, model_config.vocab_size + 1)     # Zipf's law: roughly the token frequencies of text
     racers, draw = {"model": (net, raw, optimizers)}, np.random.default_rng(config["seed"])
-    if getattr(module, "DENSE", {}) and any(getattr(model_config, k) != v for k, v in module.DENSE.items()):
+    if any(getattr(model_config, k) != v for k, v in getattr(module, "DENSE", {}).items()):
         base = build(module.Config(**{**vars(model_config), **module.DENSE}))
         racers["dense"] = (torch.compile(base) if config["compile"] else base, base, build_optimizers(base))
     times = {name: [] for name in racers}
     for i in range(15):                                        # three to warm up, twelve that count
-        batch = torch.from_numpy(draw.choice(model_config.vocab_size, size=(rows, config["block_size"] + 1), p=p / p.sum()))
-        for name, (racer, raw, racer_optimizers) in racers.items():
+        batch = torch.from_numpy(draw.choice(len(zipf), size=(rows, config["block_size"] + 1), p=zipf / zipf.sum()))
+        for name, (racer, base, its_optimizers) in racers.items():
             start = time.perf_counter()
-            train_step(racer, list(raw.parameters()), racer_optimizers, batch[:, :-1], batch[:, 1:], min(i, config["max_iters"] - 1))
+            train_step(racer, list(base.parameters()), its_optimizers, batch[:, :-1], batch[:, 1:], min(i, config["max_iters"] - 1))
             times[name] += [time.perf_counter() - start] * (i >= 3)
-    median = {name: float(np.median(t)) for name, t in times.items()}
-    for name, (_, raw, _) in racers.items():
-        pace = config["batch_tokens"] / median[name]
-        print(f"{name}: {1e3 * median[name]:.1f} ms a step, {pace:,.0f} tok/s{mfu(raw.flops_per_token(), pace)}, "
-              f"{median[name] / median.get('dense', median['model']):.3f} of dense")
-    print(f"medians of 12 steps in turn; peak memory of all {peak_memory():.2f} GiB; torch {torch.__version__}, {torch.get_num_threads()} threads")
+    for name, seconds in ((name, float(np.median(t))) for name, t in times.items()):
+        pace, ratio = config["batch_tokens"] / seconds, seconds / float(np.median(times.get("dense", times["model"])))
+        print(f"{name:5} {1e3 * seconds:8.1f} ms a step, {pace:,.0f} tok/s, {ratio:.3f} of dense,{usage(racers[name][1].flops_per_token(), pace)}")
+    print(f"medians of 12 steps in turn; peak memory is of both; torch {torch.__version__}, {torch.get_num_threads()} threads")
     sys.exit(0)
 
 
@@ -438,16 +400,25 @@ def save_checkpoint(path):
     os.replace(f"{path}.tmp", path)
 
 
-def save(why):
-    """Save a checkpoint, unless one of the losses since the last look is not a number: then stop with step and rows named."""
+def check_losses():
+    """Stop, with step and rows named, if one of the losses since the last look is not a number."""
     for n, loss in recent:
         if not math.isfinite(loss):
-            fail(f"the loss is {float(loss)} at step {n}, rows {n * rows - rows} to {n * rows - 1} of the data order. Lower learning_rate="
-                 f"{config['learning_rate']:g} or set grad_clip" + (f"; {out}/ckpt.pt holds the last good state" if (out / "ckpt.pt").exists() else ""))
+            last = f"; {out}/ckpt.pt holds the last good state" if (out / "ckpt.pt").exists() else ""
+            sys.exit(f"train.py: the loss is {float(loss)} at step {n}, rows {n * rows - rows} to {n * rows - 1} of the data order; "
+                     f"try a learning_rate below {config['learning_rate']:g}, or grad_clip=1{last}")
     recent.clear()
-    if why and master:
+
+
+def save(text):
+    check_losses()
+    if master:
         save_checkpoint(out / "ckpt.pt")
-        show(f"{why} | saved {out}/ckpt.pt")
+    show(f"{text} | saved {out}/ckpt.pt")
+
+
+def score(loss, bpb):
+    return f"val {loss:.4f} bpb " + ("n/a" if bpb is None else f"{bpb:.4f}")
 
 
 def log_line(**values):
@@ -465,15 +436,13 @@ def show(text, live=False):
 
 
 def clock(seconds):
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
+    return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
 
 
 token_bytes = load_token_bytes(folder)
 token_bytes = torch.from_numpy(token_bytes) if token_bytes is not None else None
 if config["eval_only"]:
-    val_loss, val_bpb = evaluate()
-    show(f"val {val_loss:.4f} bpb {'n/a' if val_bpb is None else f'{val_bpb:.4f}'}")
+    show(score(*evaluate()))
     sys.exit(0)
 if master:
     if not resume and (out / "ckpt.pt").exists():
@@ -494,66 +463,65 @@ if master:
 
 # ---------------------------------------------------------------- the run
 recent, step_times, first_step, params, loss = [], [], step, list(raw.parameters()), None
-profiler = torch.profiler.profile() if config["profile"] else nullcontext()
-last_step = min(config["max_iters"], step + 3) if config["profile"] else config["max_iters"]
 try:
-    batch = fetch(step) if step < last_step else None
+    batch = fetch(step) if step < config["max_iters"] else None
     if config["compile"] and batch:                            # compile before the clock runs: a step's gradients, thrown away
         forward_backward(net, *batch)
-        for o in optimizers:
-            o.zero_grad(set_to_none=True)
-    with profiler:
-        while True:
-            if (step % config["eval_interval"] == 0 or step == config["max_iters"]) and not (resume and step == first_step):
-                progress["val_loss"], progress["val_bpb"] = val_loss, val_bpb = evaluate()
-                better, progress["best"] = val_loss < progress["best"], min(val_loss, progress["best"])
-                text = (f"{step:5}/{config['max_iters']} val {val_loss:.4f} bpb {'n/a' if val_bpb is None else f'{val_bpb:.4f}'} "
-                        f"| trained {clock(progress['train_seconds'])}")
-                if master:
-                    log_line(step=step, val_loss=val_loss, val_bpb=val_bpb, train_seconds=progress["train_seconds"])
-                if step and (config["always_save_checkpoint"] or better):
-                    save(text)
-                else:
-                    show(text)
-            if step == last_step:
-                break
-            start = time.perf_counter()
-            if hasattr(raw, "begin_step"):
-                raw.begin_step(step, config["max_iters"])
-            logged = (step + 1) % config["log_interval"] == 0 or step + 1 == config["max_iters"]
-            loss, norm = train_step(net, params, optimizers, *batch, step, logged)
-            step += 1
-            recent.append((step, loss))
-            batch = fetch(step) if step < last_step else None
-            step_times.append(time.perf_counter() - start)
-            progress["train_seconds"] += step_times[-1]
-            if logged:
-                save("")                                       # looks at the losses, saves nothing
-                pace, lr = config["batch_tokens"] / float(np.median(step_times[-50:])), config["learning_rate"] * schedule_factor(step - 1)
-                if master:
-                    log_line(step=step, loss=float(loss), lr=lr, grad_norm=float(norm), tokens=step * config["batch_tokens"], tokens_per_second=pace)
-                show(f"{step:5}/{config['max_iters']} loss {float(loss):.4f} lr {lr:.1e} |g| {float(norm):.2f} {pace / 1e3:.1f}k tok/s{mfu(flops, pace)} "
-                     f"{peak_memory():.1f}G eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
+        raw.zero_grad(set_to_none=True)
+    if config["profile"]:
+        with torch.profiler.profile() as trace:
+            for i in range(3):
+                train_step(net, params, optimizers, *batch, i)
+        trace.export_chrome_trace(str(out / "trace.json"))
+        sys.exit(f"wrote {out}/trace.json: open it in chrome://tracing or ui.perfetto.dev")
+    while True:
+        if (step % config["eval_interval"] == 0 or step == config["max_iters"]) and not (resume and step == first_step):
+            progress["val_loss"], progress["val_bpb"] = val_loss, val_bpb = evaluate()
+            better, progress["best"] = val_loss < progress["best"], min(val_loss, progress["best"])
+            text = f"{step:5}/{config['max_iters']} {score(val_loss, val_bpb)} | trained {clock(progress['train_seconds'])}"
+            if master:
+                log_line(step=step, val_loss=val_loss, val_bpb=val_bpb, train_seconds=progress["train_seconds"])
+            if step and (config["always_save_checkpoint"] or better):
+                save(text)
+            else:
+                show(text)
+        if step == config["max_iters"]:
+            break
+        start = time.perf_counter()
+        if hasattr(raw, "begin_step"):
+            raw.begin_step(step, config["max_iters"])
+        logged = (step + 1) % config["log_interval"] == 0 or step + 1 == config["max_iters"]
+        loss, norm = train_step(net, params, optimizers, *batch, step, logged)
+        step += 1
+        recent.append((step, loss))
+        batch = fetch(step) if step < config["max_iters"] else None
+        step_times.append(time.perf_counter() - start)
+        progress["train_seconds"] += step_times[-1]
+        if logged:
+            check_losses()
+            pace, lr = config["batch_tokens"] / float(np.median(step_times[-50:])), config["learning_rate"] * schedule_factor(step - 1)
+            if master:
+                log_line(step=step, loss=float(loss), lr=lr, grad_norm=float(norm), tokens=step * config["batch_tokens"], tokens_per_second=pace)
+            show(f"{step:5}/{config['max_iters']} loss {float(loss):.4f} lr {lr:.1e} |g| {float(norm):.2f} {pace / 1e3:.1f}k tok/s"
+                 f"{usage(flops, pace)} eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
 except KeyboardInterrupt:
     if step > first_step:
         save(f"interrupted at step {step}")
-    fail(f"stopped; go on with: python train.py --model={config['model']} --out_dir={out} --init_from=resume")
+    sys.exit(f"train.py: stopped; go on with: python train.py --model={config['model']} --out_dir={out} --init_from=resume")
 except (torch.OutOfMemoryError, RuntimeError) as error:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         raise
-    fail(f"out of memory with batch_size={config['batch_size']}: try --batch_size={max(1, config['batch_size'] // 2)} (accumulation makes up for it)")
+    sys.exit(f"train.py: out of memory with batch_size={config['batch_size']}: try --batch_size={max(1, config['batch_size'] // 2)}; "
+             "accumulation makes up for it")
 
 # ---------------------------------------------------------------- the end: result.json, picture, sample
-if config["profile"]:
-    profiler.export_chrome_trace(str(out / "trace.json"))
-    show(f"wrote {out}/trace.json: open it in chrome://tracing or ui.perfetto.dev")
-elif master:
+if master:
     from experiments.run import source_hash
     git = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=root, capture_output=True, text=True)
     seconds = float(np.median(step_times)) if step_times else None
     result = {"model": config["model"], "seed": config["seed"], **progress, "train_loss": None if loss is None else float(loss), "params": counts,
               "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds, "tokens_per_second": seconds and config["batch_tokens"] / seconds,
-              "peak_memory_mb": 1024 * peak_memory(), "tokens": step * config["batch_tokens"], "iters": step, "threads": torch.get_num_threads(),
+              "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * config["batch_tokens"], "iters": step, "threads": torch.get_num_threads(),
               "device": torch.cuda.get_device_name() if gpu else f"{config['device']} {platform.machine()}", "torch": torch.__version__,
               "commit": git.stdout.strip(), "data_id": meta["data_id"], "source_hash": source_hash(config["model"]),
               "config": config, "model_config": vars(model_config), "date": datetime.date.today().isoformat()}
