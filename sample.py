@@ -115,7 +115,7 @@ def choose(logits, temperature, top_k, top_p, generator=None):
 def plot_losses(log, png, title):
     """The loss curves of a log.jsonl that train.py wrote, as a picture."""
     from matplotlib.figure import Figure
-    rows = [json.loads(line) for line in open(log)]
+    rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()
     train, val = [r for r in rows if "loss" in r], [r for r in rows if "val_loss" in r]

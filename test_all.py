@@ -851,13 +851,13 @@ def test_move_sparse_and_dense_training_agree_on_step_one(memory):
         for p in tables:
             if sparse:
                 assert p.grad._nnz() == len(idx[:, :-1].unique()) and p.grad._indices().shape[0] == 1
-        optimizer = (torch.optim.SparseAdam if sparse else torch.optim.Adam)(tables, lr=0.1, eps=1e-10)
+        optimizer = (torch.optim.SparseAdam if sparse else torch.optim.Adam)(tables, lr=0.1, eps=1e-20)
         grads = [p.grad.to_dense() if sparse else p.grad.clone() for p in tables]
         optimizer.step()
         after.append((grads, [p.detach() for p in tables]))
     for (grad, table), (sparse_grad, sparse_table) in zip(zip(*after[0]), zip(*after[1])):
         torch.testing.assert_close(sparse_grad, grad, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(sparse_table, table, atol=5e-4, rtol=0)    # of a step of 0.1: the two Adams place eps differently
+        torch.testing.assert_close(sparse_table, table, atol=1e-6, rtol=1e-5)
 
 
 def test_move_sparse_gradients_accumulate_over_micro_batches():
@@ -943,6 +943,7 @@ def text_folder(tmp_path_factory):
 def train(*flags, expect=""):
     """Run train.py in this process (nothing imports it); with `expect`, it must stop with a message that holds that text."""
     argv, sys.argv = sys.argv, ["train.py", *map(str, flags)]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")                     # a run prints no warnings
@@ -954,11 +955,12 @@ def train(*flags, expect=""):
             assert expect in str(stop.value.code), stop.value.code
     finally:
         sys.argv = argv
-        torch.set_grad_enabled(True)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def log_of(out, key="loss"):
-    return {row["step"]: row[key] for row in map(json.loads, open(Path(out) / "log.jsonl")) if key in row}
+    return {row["step"]: row[key] for row in map(json.loads, (Path(out) / "log.jsonl").read_text().splitlines()) if key in row}
 
 
 def test_train_end_to_end(text_folder, tmp_path, capsys):
@@ -990,7 +992,7 @@ def test_resume_is_exact(switches, text_folder, tmp_path):
     def shuffled(self, seed, rows, original=prepare_fineweb.TokenShards.shuffled):
         calls.append(rows)
         if len(calls) == 11:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)                 # Ctrl-C in the middle of step 10
         return original(self, seed, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_fineweb.TokenShards, "shuffled", shuffled)
@@ -1105,9 +1107,9 @@ def train_muon_recipe(text_folder, tmp_path):
 
 
 def test_a_copied_model_file_needs_no_registration(text_folder, tmp_path):
-    for file in ("sample.py", "kernels.py", "prepare_fineweb.py", "experiments"):
-        (tmp_path / file).symlink_to(ROOT / file)
-    shutil.copy(ROOT / "train.py", tmp_path)                   # it looks for model files beside itself
+    (tmp_path / "experiments").mkdir()
+    for file in ("train.py", "sample.py", "kernels.py", "prepare_fineweb.py", "experiments/run.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
     text = (ROOT / "model_move.py").read_text()
     (tmp_path / "model_mine.py").write_text(text.replace("F.relu(self.up(x)).square()", "F.gelu(self.up(x))"))
     done = subprocess.run([sys.executable, "train.py", "--model=mine", *TINY, f"--dataset={text_folder}", "--max_iters=2", "--sample_tokens=5"], cwd=tmp_path,
@@ -1118,6 +1120,7 @@ def test_a_copied_model_file_needs_no_registration(text_folder, tmp_path):
 def test_dry_run_bench_eval_only_and_profile(text_folder, tmp_path, capsys):
     train("--preset=d12_move_x8", "--dry_run=True", expect="0")
     text = capsys.readouterr().out
+    train("--preset=d13", "--dry_run=True", expect="preset=d13: model_move.py has d12, d12_move_x1")
     assert "(50257, 48, 768)" in text and "GiB" in text and "bank.table" in text
     train(*TINY, "--bench=True", "--vocab_size=100", expect="0")
     text = capsys.readouterr().out
@@ -1133,7 +1136,7 @@ def test_dry_run_bench_eval_only_and_profile(text_folder, tmp_path, capsys):
 
 def test_a_loss_that_is_not_a_number_stops_the_run(text_folder, tmp_path):
     train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=40", "--eval_interval=40", "--learning_rate=1e30", "--optimizer=adamw", "--grad_clip=0",
-          expect="rows 4 to 7 of the data order")
+          expect="the loss is nan at step 3, rows 8 to 11 of the data order")
     assert not (tmp_path / "ckpt.pt").exists()
 
 
@@ -1146,7 +1149,7 @@ def finished_run(text_folder, tmp_path_factory):
 
 @pytest.mark.parametrize("flags, message", [
     (["--model=mova"], "model=mova: no model_mova.py here; there are"), (["--memory_scael=2"], "memory_scale"), (["--depht=4"], "depth"), (["--depth=four"], "depth"),
-    (["--dense"], "--dense=True"), (["--preset=d13"], "preset=d13"), (["--preset=d12", "--depth=4"], "preset and depth"), (["--optimizer=sgd"], "optimizer=sgd"),
+    (["--dense"], "--dense=True"), (["--preset=d12", "--depth=4"], "preset and depth"), (["--optimizer=sgd"], "optimizer=sgd"),
     (["--dense=True", "--memory=lave"], "dense and memory"), (["--device=tpu"], "device=tpu"), (["--device=cuda"], "sees no CUDA GPU"), (["--dtype=float16"], "dtype=float16"),
     (["--schedule=linear"], "schedule=linear: choose cosine or wsd"), (["--batch_tokens=100"], "multiple of block_size=32"), (["--batch_tokens=0"], "batch_tokens=0"),
     (["--block_size=0"], "block_size=0: must be at least 1"), (["--log_interval=0"], "log_interval=0"), (["--beta2=1.5"], "beta2=1.5: must be between 0 and 1"),
@@ -1176,7 +1179,7 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finish
 
 
 @pytest.mark.parametrize("spoil, message", [
-    (lambda p: p.write_bytes(p.read_bytes()[:1000]), "ckpt.pt"), (lambda p: p.write_bytes(b""), "ckpt.pt"), (lambda p: torch.save({"a": 1}, p), "nanoMem checkpoint"), (lambda p: p.unlink(), "ckpt.pt"),
+    (lambda p: p.write_bytes(p.read_bytes()[:1000]), "ckpt.pt"), (lambda p: p.write_bytes(b""), "ckpt.pt"), (lambda p: torch.save({"a": 1}, p), "not a checkpoint of nanoMem"), (lambda p: p.unlink(), "ckpt.pt"),
 ])
 def test_spoilt_checkpoints(spoil, message, text_folder, finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")

@@ -12,7 +12,7 @@ The globals below are the configuration. `--key=value` overrides one; a key that
 model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime: that model's too). A positional
 argument is a Python file of such assignments. Precedence: globals < the model's RECIPE < file < command line.
 """
-import ctypes, datetime, importlib, json, math, os, platform, resource, subprocess, sys, time
+import ctypes, datetime, importlib, json, math, os, platform, resource, signal, subprocess, sys, time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -453,7 +453,7 @@ if master:
     if (folder / "tokenizer.json").exists():                   # so that sample.py does not need the data
         (out / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     if resume:                                                 # the log up to the checkpoint: what came after is done again
-        lines = [line for line in open(out / "log.jsonl") if line.endswith("}\n") and json.loads(line)["step"] <= step]
+        lines = [line for line in (out / "log.jsonl").read_text().splitlines(True) if line.endswith("}\n") and json.loads(line)["step"] <= step]
         (out / "log.jsonl.tmp").write_text("".join(lines))
         os.replace(out / "log.jsonl.tmp", out / "log.jsonl")
         show(f"resumed {out}/ckpt.pt at step {step} of {config['max_iters']}")
@@ -462,7 +462,19 @@ if master:
         wandb.init(project=config["wandb_project"], name=config["wandb_run_name"] or out.name, config=config, resume="allow")
 
 # ---------------------------------------------------------------- the run
-recent, step_times, first_step, params, loss = [], [], step, list(raw.parameters()), None
+recent, step_times, first_step, params, loss, stop = [], [], step, list(raw.parameters()), None, []
+
+
+def interrupted(number, frame):
+    """The first Ctrl-C (or SIGTERM) lets the step end, so that the checkpoint is exact; the second stops at once."""
+    if stop:
+        raise KeyboardInterrupt
+    stop.append(number)
+
+
+if world == 1:                                                 # torchrun stops its processes itself
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupted)
 try:
     batch = fetch(step) if step < config["max_iters"] else None
     if config["compile"] and batch:                            # compile before the clock runs: a step's gradients, thrown away
@@ -485,6 +497,9 @@ try:
                 save(text)
             else:
                 show(text)
+        if stop:
+            save(f"{step:5}/{config['max_iters']} interrupted")
+            sys.exit(f"train.py: stopped; go on with: python train.py --model={config['model']} --out_dir={out} --init_from=resume")
         if step == config["max_iters"]:
             break
         start = time.perf_counter()
@@ -504,10 +519,6 @@ try:
                 log_line(step=step, loss=float(loss), lr=lr, grad_norm=float(norm), tokens=step * config["batch_tokens"], tokens_per_second=pace)
             show(f"{step:5}/{config['max_iters']} loss {float(loss):.4f} lr {lr:.1e} |g| {float(norm):.2f} {pace / 1e3:.1f}k tok/s"
                  f"{usage(flops, pace)} eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
-except KeyboardInterrupt:
-    if step > first_step:
-        save(f"interrupted at step {step}")
-    sys.exit(f"train.py: stopped; go on with: python train.py --model={config['model']} --out_dir={out} --init_from=resume")
 except (torch.OutOfMemoryError, RuntimeError) as error:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         raise
