@@ -137,16 +137,15 @@ def norm(x):
 
 
 def rotary_tables(start, length, dim, device):
-    """cos, sin of positions start .. start+length-1, (length, 1, dim/2) fp32; base 10,000."""
+    """cos and signed sin of positions start .. start+length-1, (length, 1, dim) fp32; base 10,000."""
     theta = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-    angle = torch.arange(start, start + length, device=device, dtype=torch.float32)[:, None] * theta
-    return angle.cos()[:, None], angle.sin()[:, None]
+    angle = torch.arange(start, start + length, device=device, dtype=torch.float32)[:, None, None] * theta
+    return torch.cat((angle.cos(), angle.cos()), -1), torch.cat((angle.sin(), -angle.sin()), -1)
 
 
 def rotate(x, rotary):                                         # x (B, T, H, d_h)
     cos, sin = (t.to(x.dtype) for t in rotary)
-    a, b = x.chunk(2, dim=-1)                                  # half-split layout, rotating by minus theta
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
+    return x * cos + x.roll(x.size(-1) // 2, -1) * sin         # half-split layout, rotating by minus theta
 
 
 def attend(q, k, v):
@@ -213,7 +212,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        return self.down(F.relu(self.up(x)).square())
+        h = F.relu(self.up(x))
+        return self.down(h * h)
 
 
 # ================================================================ the idea ================================================================
