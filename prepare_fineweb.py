@@ -85,7 +85,7 @@ def configure(argv: list, namespace: dict) -> tuple:
             positionals.append(argument)
         elif not argument.startswith("--") or key not in defaults:
             near = " or ".join(f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), defaults))
-            raise ConfigError(f"unknown option {argument}: " + (f"did you mean {near}?" if near else "--help lists the keys"))
+            raise ConfigError(f"unknown option {argument}: {f'did you mean {near}?' if near else '--help lists the keys'}")
         elif not given:
             raise ConfigError(f"--{key} needs a value: --{key}={'True' if isinstance(defaults[key], bool) else 'VALUE'}")
         else:
@@ -172,12 +172,14 @@ class JSONTokenizer(BytesTokenizer):
         ends = [token for token in (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]") if token in vocab]
         if not ends:
             raise ConfigError(f"{path} has no token that ends a text ({EOT}, <|end_of_text|>, </s>, <eos>)")
-        self.name, self.vocab_size, self.eot = name or Path(path).resolve().parent.name, max(vocab.values()) + 1, vocab[ends[0]]
-        self.pieces = {i: piece for piece, i in vocab.items()}        # ids may have gaps
-        self.added = {i: b"" if t.special else t.content.encode() for i, t in self.tokenizer.get_added_tokens_decoder().items()}
+        self.name = name or Path(path).resolve().parent.name
+        self.vocab_size, self.eot = max(vocab.values()) + 1, vocab[ends[0]]       # ids may have gaps
+        self.pieces = {i: piece for piece, i in vocab.items()}
+        added = self.tokenizer.get_added_tokens_decoder()
+        self.added = {i: b"" if token.special else token.content.encode() for i, token in added.items()}
         self.byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
-        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that ByteLevel leaves as they are; the others
-        others = [b for b in range(256) if b not in plain]                  # are the characters from U+0100 on
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]       # ByteLevel leaves these bytes as they are;
+        others = [b for b in range(256) if b not in plain]                  # the others are the characters from U+0100 on
         self.byte = {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
     def encode(self, text):
@@ -267,13 +269,13 @@ def load_meta(folder) -> dict:
             raise ConfigError(f"{folder}/meta.json cannot be used ({e!r}): prepare the folder again") from None
     shards = sorted(folder.glob("*.bin"))
     if not shards:
-        raise ConfigError(f"{folder} holds neither meta.json nor *.bin: fill it with `python prepare_fineweb.py --out={folder}`")
+        raise ConfigError(f"{folder} holds neither meta.json nor *.bin: `python prepare_fineweb.py --out={folder}` fills it")
     state = hashlib.sha256()
     for path in shards:
         state.update(f"{path.name} {path.stat().st_size}".encode() + path.open("rb").read(4 * HEADER))
+    meta = dict(tokenizer="gpt2", vocab_size=50257, eot=50256, data_id=state.hexdigest()[:8])
     wide = _open_shard(shards[0]).dtype == np.uint32
-    meta = dict(tokenizer="llama-3", vocab_size=128256, eot=128000) if wide else dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
-    return meta | {"data_id": state.hexdigest()[:8]}
+    return meta | dict(tokenizer="llama-3", vocab_size=128256, eot=128000) if wide else meta
 
 
 def load_token_bytes(folder):
@@ -311,29 +313,31 @@ class TokenShards:
 
     def __init__(self, folder, split: str, block_size: int):
         self.meta, self.block_size = load_meta(folder), block_size
-        self.paths = [p for p in sorted(Path(folder).glob("*.bin")) if split in p.name and (split == "val" or "val" not in p.name)]
+        shards = sorted(Path(folder).glob("*.bin"))
+        self.paths = [p for p in shards if split in p.name and (split == "val" or "val" not in p.name)]
         if not self.paths:
             raise ConfigError(f"{folder} has no shards named *{split}*.bin")
         self.shards = [_open_shard(path) for path in self.paths]
         self.n_tokens = sum(map(len, self.shards))
+        self.permutations = {}
         expected = self.meta.get("tokens", {}).get(split, self.n_tokens)
         if self.n_tokens != expected:
-            raise ConfigError(f"{folder} is not whole: its {split} shards hold {self.n_tokens:,} tokens, meta.json says {expected:,}")
+            raise ConfigError(f"{folder} is not whole: {self.n_tokens:,} {split} tokens, and meta.json says {expected:,}")
         masks = [path.with_suffix(".mask") for path in self.paths]
-        self.permutations = {}
-        self.has_mask = any(mask.exists() for mask in masks)
-        for mask, shard in zip(masks, self.shards):
-            if self.has_mask and not (mask.exists() and mask.stat().st_size == len(shard)):
-                raise ConfigError(f"{mask} is missing or damaged: it must have a byte for each of the shard's {len(shard):,} tokens")
-        self.masks = [np.memmap(mask, np.uint8, "r") if len(shard) else shard for mask, shard in zip(masks, self.shards) if self.has_mask]
-        self.first = np.cumsum([0] + [max(len(shard) - 1, 0) // block_size for shard in self.shards])     # window of each shard
+        self.has_mask, self.masks = any(mask.exists() for mask in masks), []
+        for mask, shard in zip(masks if self.has_mask else [], self.shards):
+            if not mask.exists() or mask.stat().st_size != len(shard):
+                raise ConfigError(f"{mask} is missing or damaged: it must have a byte for each of {len(shard):,} tokens")
+            self.masks.append(np.memmap(mask, np.uint8, "r") if len(shard) else shard)
+        counts = [max(len(shard) - 1, 0) // block_size for shard in self.shards]
+        self.first = np.cumsum([0, *counts])                          # the number of every shard's first window
         self.n_windows = int(self.first[-1])
         if not self.n_windows:
-            raise ConfigError(f"the {split} shards of {folder} are too short: {self.n_tokens:,} tokens, and one window of "
-                              f"block_size={block_size} takes {block_size + 1:,}")
+            raise ConfigError(f"the {split} shards of {folder} are too short for a window: {self.n_tokens:,} tokens in all, "
+                              f"and block_size={block_size} takes {block_size + 1:,}")
 
     def shuffled(self, seed: int, rows) -> np.ndarray:
-        """Windows of the global rows `rows` (a range): row r is entry r mod n_windows of a permutation seeded by (seed, epoch)."""
+        """The windows of the global rows `rows` (a range): row r is place r mod n_windows in a permutation seeded by (seed, epoch)."""
         epochs, places = np.divmod(np.asarray(rows), self.n_windows)
         wanted = {int(e) for e in epochs}
         self.permutations = {e: p for e, p in self.permutations.items() if e in wanted}
@@ -356,7 +360,7 @@ class TokenShards:
                 wanted[row] = self.masks[shard][start + 1 : start + T + 1]
         if tokens.max() >= self.meta["vocab_size"]:
             bad = self.paths[shards[tokens.max(1).argmax()]]
-            raise ConfigError(f"{bad} holds token {tokens.max()}, {self.meta['tokenizer']} has only {self.meta['vocab_size']:,}")
+            raise ConfigError(f"{bad} holds token {tokens.max()}, the vocabulary is {self.meta['vocab_size']:,}")
         return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(np.where(wanted, tokens[:, 1:], -1))
 
 
@@ -384,27 +388,30 @@ def read_documents(c):
 
 def _check_source(name):
     """Before anything is written; and with no network, at once instead of after the many retries of the hub's client."""
-    url = f"{HUB}/api/datasets/{FINEWEB}"
     if name not in ("fineweb_edu", "pydocs") and not Path(name).exists():
         raise ConfigError(f"there is no source {name}: fineweb_edu, pydocs, or an existing file or folder")
-    if name == "fineweb_edu" and (reason := "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") != "0" else _unreachable(url)):
-        raise ConfigError(f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a network: --source=FILE_OR_FOLDER (its "
-                          ".parquet files are read as the hub's are), or --source=pydocs, the documentation of this machine's Python")
+    if name == "fineweb_edu":
+        url = f"{HUB}/api/datasets/{FINEWEB}"
+        offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"
+        if reason := "HF_HUB_OFFLINE is set" if offline else _unreachable(url):
+            raise ConfigError(f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a network: --source=FILE_OR_FOLDER "
+                              "(.parquet files are read as the hub's are), or --source=pydocs, this machine's Python documentation")
 
 
 def _dataset(path, **arguments):
     """The rows of a dataset, streamed; a local parquet file goes the same way as the hub's."""
     import datasets
-    datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 4       # 5 s apart; it would try 20 times
+    datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 4       # not 20, 5 s apart
     try:
         yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
     except Exception as e:                                            # of the hub, of the network, of pyarrow
-        raise ConfigError(f"{arguments.get('data_files', path)} cannot be read: {str(e).strip().splitlines()[0]}") from None
+        raise ConfigError(f"{arguments.get('data_files', path)} cannot be read: {' '.join(str(e).split())[:300]}") from None
 
 
 def read_files(path, text_field):
     kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
-    files = [p for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file() and re.search(kinds, p.name)]
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [p for p in files if p.is_file() and re.search(kinds, p.name)]
     if not files:
         raise ConfigError(f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or .parquet file")
     val = [p for p in files if p.name.startswith("val")]
@@ -450,7 +457,7 @@ def _pieces(lines, size=100_000):
     yield "".join(piece)
 
 
-@functools.cache                                                      # read once for the tokenizer and once for the shards
+@functools.cache      # it is wanted twice: for the tokenizer and for the shards
 def read_pydocs(workers=-1) -> list:
     """
     The documentation of this Python, a text per module: the language reference, and the docstrings of the standard library and of packages
@@ -461,13 +468,13 @@ def read_pydocs(workers=-1) -> list:
     files = []
     for root, package in roots:
         for folder, folders, names in os.walk(root):
-            folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib", "lib2to3"})
+            folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"})
             for name in sorted(n for n in names if n.endswith(".py")):
                 module = ".".join(Path(package, Path(folder, name).relative_to(root)).with_suffix("").parts)
                 files.append((Path(folder, name), module.removesuffix(".__init__")))
     seen, texts = set(), []
     for docs in _parallel(_docstrings, files, workers, chunksize=16):
-        fresh = [doc for doc in dict.fromkeys(docs) if doc not in seen]       # the same docstring often stands in several places
+        fresh = [doc for doc in dict.fromkeys(docs) if doc not in seen]       # some stand in several places
         seen.update(fresh)
         if sum(map(len, fresh)) > 500:
             texts += _pieces("\n\n".join(fresh).splitlines(keepends=True))
@@ -489,14 +496,15 @@ def _docstrings(item):
     docs = []
 
     def visit(node, name):
-        doc = ast.get_docstring(node) or ""
+        doc, heading = ast.get_docstring(node) or "", name
+        if arguments := getattr(node, "args", None):
+            heading += f"({', '.join(a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs)})"
         if len(doc) > 40:
-            names = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]] if hasattr(node, "args") else None
-            docs.append(f"{name}{'' if names is None else '(' + ', '.join(names) + ')'}\n\n{doc.strip()}")
+            docs.append(f"{heading}\n\n{doc.strip()}")
         for child in node.body:
             if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 visit(child, f"{name}.{child.name}")
-            elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call) or topics:       # add_docstr(torch.abs, "...")
+            elif topics or isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):       # add_docstr(abs, "...")
                 strings = (n.value for n in ast.walk(child) if isinstance(n, ast.Constant) and isinstance(n.value, str))
                 docs.extend(re.sub(r"(?m)^ *\{\w+\}\n", "", s).strip() for s in strings if len(s) > 200)
 
@@ -512,8 +520,8 @@ def _parallel(function, items, workers, chunksize=1):
         yield from map(function, items)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"                    # its threads do not survive a fork
-    ignore_interrupt = (signal.SIGINT, signal.SIG_IGN)                # Ctrl-C is for the parent
-    with multiprocessing.get_context("fork").Pool(workers if workers > 0 else None, signal.signal, ignore_interrupt) as pool:
+    ignore_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)    # it is for the parent
+    with multiprocessing.get_context("fork").Pool(workers if workers > 0 else None, *ignore_ctrl_c) as pool:
         yield from pool.imap(function, items, chunksize)
 
 
@@ -553,8 +561,9 @@ def _train_bpe(c, path):
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    bpe.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=c.vocab_size, special_tokens=[EOT], show_progress=False,
-                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=c.vocab_size, special_tokens=[EOT], initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(texts(), trainer)
     bpe.save(str(path))
 
 
@@ -627,17 +636,17 @@ def _build(c, folder, asked):
             if all(meta["documents"].values()):
                 break
         else:
-            raise ConfigError(f"{c.source} has too few different documents for train and val: {meta['documents']}, held out {c.val_fraction}")
+            raise ConfigError(f"{c.source} has too few different documents to hold out {c.val_fraction} of them: {meta['documents']}")
         (partial / "meta.json").write_text(json.dumps(meta | {"settings": asked}, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    documents, n_bytes = sum(meta["documents"].values()), sum(meta["bytes"].values())
-    print(f"{documents:,} documents, {n_bytes:,} bytes in {time.time() - start:.0f} s ({documents / (time.time() - start):,.0f} documents/s): "
-          f"{meta['tokens']['train']:,} train and {meta['tokens']['val']:,} val tokens of {meta['tokenizer']} ({meta['vocab_size']:,}), "
-          f"{n_bytes / sum(meta['tokens'].values()):.2f} bytes each\n"
-          f"{folder} ({meta['data_id']}) is ready: python train.py --dataset={folder.name if folder.parent == Path('data') else folder}")
+    documents, n_bytes, n_tokens = (sum(meta[count].values()) for count in ("documents", "bytes", "tokens"))
+    seconds, name = time.time() - start, folder.name if folder.parent == Path("data") else folder
+    print(f"{documents:,} documents ({documents / seconds:,.0f}/s), {n_bytes:,} bytes -> {meta['tokens']['train']:,} train and "
+          f"{meta['tokens']['val']:,} val tokens of {meta['tokenizer']} ({meta['vocab_size']:,}), {n_bytes / n_tokens:.2f} bytes each\n"
+          f"{folder} ({meta['data_id']}) is ready after {seconds:.0f} s: python train.py --dataset={name}")
 
 
 def _lock(file, folder):
@@ -660,8 +669,8 @@ def prepare(**settings) -> str:
     if c.vocab_size == -1:
         c.vocab_size = 4096 if c.source == "pydocs" else 65536
     if c.vocab_size < 257 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
-        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, shard_tokens={c.shard_tokens} 1 to 2^30, "
-                          f"val_fraction={c.val_fraction} between 0 and 1 (or -1)")
+        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, "
+                          f"shard_tokens={c.shard_tokens} 1 to 2^30, val_fraction={c.val_fraction} between 0 and 1 (or -1)")
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
     asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
     try:
