@@ -92,12 +92,9 @@ class Config:
     @classmethod
     def from_depth(cls, depth, **overrides):
         """The depth dial: width 64*depth, heads of about 128 channels (their number nudged until it divides the width)."""
-        width, heads = 64 * depth, max(1, round(64 * depth / 128))
-        for step in range(width):
-            candidates = [n for n in (heads + step, heads - step) if n > 0 and width % (2 * n) == 0]
-            if candidates:
-                break
-        return cls(**{**dict(n_layer=depth, n_embd=width, n_head=candidates[0]), **overrides})
+        width, target = 64 * depth, round(64 * depth / 128)
+        n_head = min((n for n in range(1, width) if width % (2 * n) == 0), key=lambda n: (abs(n - target), n < target))
+        return cls(**{**dict(n_layer=depth, n_embd=width, n_head=n_head), **overrides})
 
     @property
     def head_dim(self):
@@ -132,8 +129,24 @@ RECIPE = {                        # train.py's settings; the paper's (nanochat's
 
 # ---------------------------------------------------------------- the backbone: nanochat, January 2026
 
+class NormOnCPU(torch.autograd.Function):
+    """RMS norm in three passes over memory, and three back; F.rms_norm is a dozen there, and a step has 26 norms at 6 layers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + torch.finfo(x.dtype).eps).rsqrt()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors                           # dx = scale * (grad - y * mean(grad * y))
+        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
+
+
 def norm(x):
-    return F.rms_norm(x, (x.size(-1),))                        # no learnable weight
+    return NormOnCPU.apply(x) if x.device.type == "cpu" else F.rms_norm(x, (x.size(-1),))   # no learnable weight
 
 
 def rotary_tables(start, length, dim, device):
@@ -212,7 +225,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        h = F.relu(self.up(x))
+        h = F.relu(self.up(x), inplace=True)
         return self.down(h * h)
 
 
@@ -369,16 +382,11 @@ class Model(nn.Module):
             embed, head, resid, skip, extra = 15 * wide, 0.2 * wide, 0.25, 25.0, dict(eps=1e-10)
         else:
             embed, head, resid, skip, extra, decay = 10.0, 1.0, 1.0, 10.0, {}, weight_decay
-        lr = learning_rate
-        groups = [dict(params=matrices, kind=optimizer, lr=lr, weight_decay=decay),
-                  dict(params=[self.embed.weight], kind="adamw", lr=embed * lr, weight_decay=0.0, **extra),
-                  dict(params=[self.head.weight], kind="adamw", lr=head * lr, weight_decay=0.0, **extra),
-                  dict(params=[self.resid_lambda], kind="adamw", lr=resid * lr, weight_decay=0.0, **extra),
-                  dict(params=[self.x0_lambda], kind="adamw", lr=skip * lr, weight_decay=0.0, **extra)]
-        if tables:
-            groups.append(dict(params=tables, kind="sparse" if self.config.sparse_memory else "adamw", lr=embed * lr,
-                               weight_decay=0.0, **extra))
-        return [dict(group, schedule=True) for group in groups]
+        rows = [(matrices, optimizer, 1.0, decay, {}), ([self.embed.weight], "adamw", embed, 0.0, extra), ([self.head.weight], "adamw", head, 0.0, extra),
+                ([self.resid_lambda], "adamw", resid, 0.0, extra), ([self.x0_lambda], "adamw", skip, 0.0, extra),
+                (tables, "sparse" if self.config.sparse_memory else "adamw", embed, 0.0, extra)]
+        return [dict(params=params, kind=kind, lr=ratio * learning_rate, weight_decay=decay, schedule=True, **extra)
+                for params, kind, ratio, decay, extra in rows if params]
 
     def param_counts(self):
         """total, memory (bank or tables), active: what one token touches (one row of the embedding and of each table)."""
@@ -399,8 +407,7 @@ class Model(nn.Module):
         gates, hooks = [], []
         for module in self.modules():
             if isinstance(module, MoVE):                       # LaVE too: it is one
-                shape = (idx.size(1), self.config.n_kv_head, module.n_gates)
-                keep = lambda m, args, out, shape=shape: gates.append(2 * torch.sigmoid(out.float()).view(shape))
+                keep = lambda W_G, x, z, n=module.n_gates: gates.append(2 * torch.sigmoid(z.float()).view(idx.size(1), -1, n))
                 hooks.append(module.W_G.register_forward_hook(keep))
         try:
             self(idx)

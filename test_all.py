@@ -819,6 +819,12 @@ def test_move_equals_its_equations_written_as_loops(switches):
         torch.testing.assert_close(model(idx)[0].double(), slow_move(model, idx), atol=2e-5, rtol=1e-5)
 
 
+def test_norm_on_cpu_is_rms_norm():
+    x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(model_move.norm(x), F.rms_norm(x, (8,)))
+    assert torch.autograd.gradcheck(model_move.norm, x) and (model_move.norm(torch.zeros(2, 8)) == 0).all()
+
+
 def test_move_gates_start_at_one():
     gates, axes = make(randomize=False).inspect(some_tokens(1, 9))["gates"]
     assert axes == ("layer", "token", "head", "slot") and gates.shape == (3, 9, 2, 3) and (gates == 1).all()
