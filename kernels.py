@@ -1,4 +1,7 @@
 """The sparse-memory operations of the five architectures (torch path; see each function's docstring)."""
+import ctypes
+import platform
+
 import torch
 import torch.nn.functional as F
 
@@ -106,3 +109,25 @@ def average_sparse(grad):
         dist.all_gather(everyone, padded)
         parts.append(torch.cat([g[:int(n)] for g, n in zip(everyone, counts)]))
     return torch.sparse_coo_tensor(parts[0][None], parts[1] / world, grad.shape, check_invariants=False).coalesce()
+
+
+# ---------------------------------------------------------------- training on a CPU
+
+def tune_cpu():
+    """Two settings of the process without which training on a CPU is slow: glibc keeps freed memory instead of faulting it in again
+    every step, and torch.optim.Muon computes in fp32, since a CPU without bf16 instructions is a hundred times slower in bf16."""
+    if platform.libc_ver()[0] == "glibc":
+        for option, value in ((-3, 1 << 30), (-1, 2 ** 31 - 1), (-2, 1 << 28)):     # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+            ctypes.CDLL(None).mallopt(option, value)
+    torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
+
+
+def newton_schulz_fp32(G, coefficients, steps, eps):
+    """Muon's orthogonalisation of a gradient G (rows, columns), step for step as torch.optim has it, but in fp32."""
+    a, b, c = coefficients
+    X = G.T if G.size(0) > G.size(1) else G
+    X = X / X.norm().clamp(min=eps)
+    for _ in range(steps):
+        A = X @ X.T
+        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.T if G.size(0) > G.size(1) else X

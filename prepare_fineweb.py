@@ -278,6 +278,15 @@ def load_meta(folder) -> dict:
     return meta | dict(tokenizer="llama-3", vocab_size=128256, eot=128000) if wide else meta
 
 
+def find_dataset(name: str) -> Path:
+    """The folder of --dataset: a path, or a name under data/. Without a name: fineweb_edu if it is there, else pydocs, built now if need be."""
+    data = Path(__file__).resolve().parent / "data"
+    name = name or ("fineweb_edu" if (data / "fineweb_edu/meta.json").exists() else "pydocs")
+    if name == "pydocs" and not (data / "pydocs/meta.json").exists():
+        prepare(source="pydocs", out=str(data / "pydocs"))     # several processes may come here: one builds, the others wait
+    return Path(name) if Path(name).is_dir() else data / name
+
+
 def load_token_bytes(folder):
     """(vocab,) int32: bytes of UTF-8 in every token, 0 for eot. None where that is not known, and bits per byte cannot be had."""
     folder = Path(folder)

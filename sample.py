@@ -47,6 +47,15 @@ _defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isi
 # -----------------------------------------------------------------------------
 
 
+def write_checkpoint(path, state):
+    """Temporary file, fsync, rename: whatever is killed when, `path` is a whole checkpoint, the old one or the new one."""
+    with open(f"{path}.tmp", "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
 def load_checkpoint(path) -> dict:
     """A ckpt.pt, or the folder it is in -> what train.py saved (the tensors stay in the file until they are used)."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)

@@ -12,7 +12,7 @@ The globals below are the configuration. `--key=value` overrides one; a key that
 model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime: that model's too). A positional
 argument is a Python file of such assignments. Precedence: globals < the model's RECIPE < file < command line.
 """
-import ctypes, datetime, importlib, json, math, os, platform, resource, signal, subprocess, sys, time
+import datetime, importlib, json, math, os, platform, resource, signal, subprocess, sys, time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import prepare_fineweb
-from kernels import average_sparse, clip_grads
-from prepare_fineweb import ConfigError, TokenShards, configure, help_text, load_meta, load_token_bytes
-from sample import generate, load_checkpoint, plot_losses
+from kernels import average_sparse, clip_grads, tune_cpu
+from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta, load_token_bytes
+from sample import generate, load_checkpoint, plot_losses, write_checkpoint
 
 # ---------------------------------------------------------------- configuration: value on cpu | cuda where two; -1 and "" are automatic
 model = "move"                  # which file: model_<name>.py; `cp model_move.py model_mine.py` makes --model=mine
@@ -124,12 +124,13 @@ def resolve(c):
         if c[key] in (-1, ""):
             c[key] = cuda if gpu else cpu
     c["batch_tokens"] = max(131072 if gpu else 2048, c["block_size"] * world) if c["batch_tokens"] == -1 else c["batch_tokens"]
-    for key, low, high in (("block_size", 1, 1e9), ("batch_size", 1, 1e9), ("log_interval", 1, 1e9), ("eval_tokens", 1, 1e18), ("sample_tokens", 0, 1e9), ("min_lr", 0, 1e9),
+    for key, low, high in (("block_size", 1, 1e9), ("batch_size", 1, 1e9), ("log_interval", 1, 1e9), ("eval_tokens", 1, 1e18), ("sample_tokens", 0, 1e9),
+                           ("eval_interval", -1, 1e9), ("warmup_iters", -1, 1e9), ("min_lr", 0, 1e9), ("max_iters", -1, 1e9),
                            ("weight_decay", 0, 1e9), ("grad_clip", 0, 1e9), ("beta1", 0, 1), ("beta2", 0, 1), ("warmdown", 0, 1)):
         need(low <= c[key] <= high, f"{key}={c[key]}: must be " + (f"at least {low}" if high > 1 else "between 0 and 1"))
     for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
         need(c[key] in choices, f"{key}={c[key]}: choose {' or '.join(choices)}")
-    rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)
+    rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)                      # rows of one process
     need(rows > 0 and not rest, f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']}" + f" x {world} processes" * (world > 1))
     c["batch_size"] = max(b for b in range(1, min(c["batch_size"], rows) + 1) if rows % b == 0)   # the micro-batch divides the batch
 
@@ -162,17 +163,6 @@ def load_start(config, given, overrides):
     return ckpt
 
 
-def find_dataset(name):
-    """--dataset as a folder or a name under data/; the embedded corpus is built when nothing else is prepared."""
-    name = name or ("fineweb_edu" if (root / "data/fineweb_edu/meta.json").exists() else "pydocs")
-    if name == "pydocs" and not (root / "data/pydocs/meta.json").exists():
-        if master:
-            prepare_fineweb.prepare(source="pydocs", out=str(root / "data/pydocs"))
-        if world > 1:
-            dist.barrier()
-    return Path(name) if Path(name).is_dir() else root / "data" / name
-
-
 # ---------------------------------------------------------------- set-up: config, data, model, optimizers
 try:
     config, given, module, overrides = read_config(sys.argv[1:])
@@ -183,6 +173,7 @@ try:
     resolve(config)
     idle = config["dry_run"] or config["bench"]
     folder = None if idle and not config["dataset"] else find_dataset(config["dataset"])
+    config["dataset"] = str(folder or "")
     meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
     need(overrides.setdefault("vocab_size", meta["vocab_size"]) >= meta["vocab_size"] or not folder, f"vocab_size={overrides['vocab_size']}: {folder} needs {meta['vocab_size']}")
     model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, overrides)
@@ -195,25 +186,11 @@ except (ConfigError, ValueError, OSError) as error:
 gpu, out, rows = config["device"].startswith("cuda"), Path(config["out_dir"]), config["batch_tokens"] // config["block_size"]
 
 
-def newton_schulz_fp32(G, coefficients, steps, eps):
-    """Muon's orthogonalisation as in torch.optim, but in fp32: a CPU without bf16 instructions is a hundred times slower in bf16."""
-    a, b, c = coefficients
-    X = G.T if G.size(0) > G.size(1) else G
-    X = X / X.norm().clamp(min=eps)
-    for _ in range(steps):
-        A = X @ X.T
-        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X.T if G.size(0) > G.size(1) else X
-
-
 if gpu:
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
 else:
-    torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
-    if platform.libc_ver()[0] == "glibc":                      # keep freed memory instead of faulting it in again every step:
-        for option, value in ((-3, 1 << 30), (-1, 2 ** 31 - 1), (-2, 1 << 28)):             # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(option, value)
+    tune_cpu()
 torch.manual_seed(config["seed"])
 autocast = torch.autocast(config["device"].split(":")[0], torch.bfloat16) if config["dtype"] == "bfloat16" else nullcontext()
 
@@ -245,7 +222,7 @@ if config["max_iters"] == -1:
     config["max_iters"] = int(min(10 * flops / 6, 4 * train_data.n_tokens) // config["batch_tokens"]) if gpu and not idle else 200
 if config["warmup_iters"] == -1:
     config["warmup_iters"] = round(0.02 * config["max_iters"])
-if config["eval_interval"] == -1:
+if config["eval_interval"] < 1:
     config["eval_interval"] = max(1, config["max_iters"] // (20 if gpu else 4))
 if master:
     print(f"{model_config}\nparameters: {', '.join(f'{v:,} {k}' for k, v in counts.items())}; {flops / 1e6:,.1f} MFLOP a token, forward and backward\n"
@@ -284,7 +261,7 @@ def fetch(step):
 def forward_backward(net, x, y):
     """One optimizer step's gradients: micro-batches of batch_size sequences, each weighted by its share of the targets, so
     that the gradient is that of the mean over the whole batch. Returns the batch's loss as a tensor."""
-    targets = (y >= 0).sum().float()
+    targets = (y >= 0).sum().clamp(min=1).float()
     if world > 1:
         targets = targets.to(config["device"])
         dist.all_reduce(targets)
@@ -292,7 +269,7 @@ def forward_backward(net, x, y):
     for i, (x, y) in enumerate(micro):
         if world > 1:
             net.require_backward_grad_sync = i == len(micro) - 1
-        share = float((y >= 0).sum() / targets)
+        share = float((y >= 0).sum()) / float(targets)
         with autocast:
             loss = net(x.to(config["device"]), y.to(config["device"]))[1] * share
         (loss * world).backward()                              # DDP takes the mean over processes
@@ -388,18 +365,6 @@ if config["bench"]:                                            # the model and i
 
 
 # ---------------------------------------------------------------- what a run leaves behind
-def save_checkpoint(path):
-    """Temporary file, fsync, rename: whatever is killed when, `path` is a whole checkpoint, the old one or the new one."""
-    state = {"format": "nanomem-1", "model": raw.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step,
-             "rng": torch.get_rng_state(), "config": config, "model_config": dict(vars(model_config)), "train": progress,
-             "data": {**meta, "folder": str(folder)}}
-    with open(f"{path}.tmp", "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(f"{path}.tmp", path)
-
-
 def check_losses():
     """Stop, with step and rows named, if one of the losses since the last look is not a number."""
     for n, loss in recent:
@@ -413,7 +378,9 @@ def check_losses():
 def save(text):
     check_losses()
     if master:
-        save_checkpoint(out / "ckpt.pt")
+        write_checkpoint(out / "ckpt.pt", {
+            "format": "nanomem-1", "model": raw.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step, "rng": torch.get_rng_state(),
+            "config": config, "model_config": dict(vars(model_config)), "train": progress, "data": {**meta, "folder": str(folder)}})
     show(f"{text} | saved {out}/ckpt.pt")
 
 
