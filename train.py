@@ -36,8 +36,8 @@ seed = 1337                     # initial values and order of the data
 dataset = ""                    # folder, or a name under data/; fineweb_edu if it is there, else pydocs (built on the spot)
 block_size = -1                 # 256 | 1024: tokens of context
 batch_size = -1                 # 8 | 32: sequences in one forward (the micro-batch)
-batch_tokens = -1               # 2048 | 131072: tokens per optimizer step, all GPUs together; accumulation follows from it
-max_iters = -1                  # 200 | about 10 tokens per dense parameter, at most 4 epochs
+batch_tokens = -1               # 1024 | 131072: tokens per optimizer step, all GPUs together; accumulation follows from it
+max_iters = -1                  # 160 | about 10 tokens per dense parameter, at most 4 epochs
 optimizer = ""                  # muon | adamw: the first of the model's RECIPE
 learning_rate = -1.0            # RECIPE
 min_lr = 0.0                    # where the schedule ends
@@ -49,7 +49,7 @@ beta1 = 0.9                     # RECIPE
 beta2 = 0.95                    # RECIPE
 grad_clip = 1.0                 # norm over all gradients, dense and sparse; 0: off; RECIPE
 eval_interval = -1              # steps between evaluations (each saves a checkpoint); a quarter | a twentieth of the run
-eval_tokens = -1                # 32768 | 10485760: validation tokens, the same ones each time
+eval_tokens = -1                # 16384 | 10485760: validation tokens, the same ones each time
 eval_only = False               # evaluate the checkpoint of init_from and stop
 log_interval = 10               # steps between lines
 always_save_checkpoint = True   # at every evaluation; False: only when the validation loss is the best so far
@@ -120,10 +120,10 @@ def resolve(c):
     gpu = c["device"].startswith("cuda")
     bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     for key, cpu, cuda in (("dtype", "float32", "bfloat16" if bf16 else "float32"), ("compile", 0, 1), ("block_size", 256, 1024),
-                           ("batch_size", 8, 32), ("eval_tokens", 32768, 10485760), ("schedule", "cosine", "cosine"), ("learning_rate", 1e-3, 1e-3)):
+                           ("batch_size", 8, 32), ("eval_tokens", 16384, 10485760), ("schedule", "cosine", "cosine"), ("learning_rate", 1e-3, 1e-3)):
         if c[key] in (-1, ""):
             c[key] = cuda if gpu else cpu
-    c["batch_tokens"] = max(131072 if gpu else 2048, c["block_size"] * world) if c["batch_tokens"] == -1 else c["batch_tokens"]
+    c["batch_tokens"] = max(131072 if gpu else 1024, c["block_size"] * world) if c["batch_tokens"] == -1 else c["batch_tokens"]
     for key, low, high in (("block_size", 1, 1e9), ("batch_size", 1, 1e9), ("log_interval", 1, 1e9), ("eval_tokens", 1, 1e18), ("sample_tokens", 0, 1e9),
                            ("eval_interval", -1, 1e9), ("warmup_iters", -1, 1e9), ("min_lr", 0, 1e9), ("max_iters", -1, 1e9),
                            ("weight_decay", 0, 1e9), ("grad_clip", 0, 1e9), ("beta1", 0, 1), ("beta2", 0, 1), ("warmdown", 0, 1)):
@@ -219,7 +219,7 @@ raw = net = build(model_config)
 counts = raw.param_counts() if hasattr(raw, "param_counts") else {"total": sum(p.numel() for p in raw.parameters())}
 flops = raw.flops_per_token() if hasattr(raw, "flops_per_token") else 6 * counts["total"]
 if config["max_iters"] == -1:
-    config["max_iters"] = int(min(10 * flops / 6, 4 * train_data.n_tokens) // config["batch_tokens"]) if gpu and not idle else 200
+    config["max_iters"] = int(min(10 * flops / 6, 4 * train_data.n_tokens) // config["batch_tokens"]) if gpu and not idle else 160
 if config["warmup_iters"] == -1:
     config["warmup_iters"] = round(0.02 * config["max_iters"])
 if config["eval_interval"] < 1:
