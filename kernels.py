@@ -2,27 +2,34 @@
 
 A memory layer is a search and a sum. The search picks k of the N rows of a table for each of P queries:
 
-    product_key_topk    the k largest s_row[i] + s_col[j] of an n x n grid                     (MIDUS, PKM, Memory+, PEER)
-    tucker_topk         the m largest sum_xy s_row[x,i] core[x,y] s_col[y,j]                   (UltraMem, UltraMemV2)
+    product_key_topk    the k largest s_row[i] + s_col[j] of an n x n grid                  (MIDUS, PKM, Memory+, PEER)
+    tucker_topk         the m largest sum_xy s_row[x,i] core[x,y] s_col[y,j]                (UltraMem, UltraMemV2)
 
-The sum reads these rows. It and its gradients are sums over the same P*k triples (query p, slot u, row j = indices[p,u]); only where the result goes
-differs, so three sums are closed under differentiation:
+The sum reads these rows. It and its gradients are sums over the same P*k triples (query p, slot u, row j = indices[p,u]); they differ
+only in where the result goes, so three sums are closed under differentiation:
 
-    to the queries      y[p]   = sum_u w[p,u] table[j]                  gather_sum; the gradient of gather_dot for x
-    to the pairs        s[p,u] = <table[j], x[p]>                       gather_dot; the gradient of gather_sum for the weights
-    to the rows         G[j]   = sum of w[p,u] g[p] over (p,u) -> j     the gradient of both for the table (MIDUS Algorithm 1)
+    to the queries      y[p]   = sum_u w[p,u] table[j]                gather_sum; also gather_dot's gradient for x
+    to the pairs        s[p,u] = <table[j], x[p]>                     gather_dot; also gather_sum's gradient for the weights
+    to the rows         G[j]   = sum of w[p,u] g[p] over (p,u) -> j   the gradient of both for the table (MIDUS Algorithm 1)
 
-The third is the hard one, since many queries may hit one row. The P*k indices are sorted, so that a row's hits are one run, and each row is written once:
-no atomics (the gradient is bitwise the same in every run), no (P*k, d) tensor, and with sparse_grad=True nothing of the table's size.
-mix_values (MoVE) is gather_sum over bank rows that gather_rows has read once for all layers.
+The third is the hard one, since many queries may hit one row. The P*k indices are sorted, which makes a row's hits one run, and each row
+is written once: no atomics (the gradient is bitwise the same in every run), no (P*k, d) tensor, and with sparse_grad=True nothing of the
+table's size. mix_values (MoVE) is gather_sum over bank rows that gather_rows has read once for all layers.
 
-Sums run in fp32 whatever the inputs (in fp64 if an input is fp64). Dispatch is in one place, use_triton: CUDA tensors go to Triton, all else to torch;
-NANOMEM_KERNELS=torch|triton forces one, and with TRITON_INTERPRET=1 Triton runs on CPU tensors. NANOMEM_DEBUG=1 checks that indices are in range.
+Sums run in fp32 whatever the inputs (in fp64 if one is fp64). use_triton is the one place of dispatch: CUDA tensors go to Triton, all else
+to torch; NANOMEM_KERNELS=torch|triton forces one, and with TRITON_INTERPRET=1 Triton runs on CPU tensors too. NANOMEM_DEBUG=1 checks that
+indices are in range.
 
 python kernels.py [--json=PATH] [--quick]      times every operation against the obvious torch way
 """
+import ctypes
 import functools
+import itertools
+import json
+import math
 import os
+import sys
+import time
 from typing import Optional
 
 import torch
@@ -83,11 +90,6 @@ def check_integers(name: str, t: Tensor, shape: tuple, below: int):
         require(0 <= low and high < below, f"{name} must lie in [0, {below}), found {low if low < 0 else high}")
 
 
-def check_devices(**tensors: Optional[Tensor]):
-    devices = {name: str(t.device) for name, t in tensors.items() if t is not None}
-    require(len(set(devices.values())) == 1, f"all tensors must be on one device, got {devices}")
-
-
 def power_of_2(n: int, at_least: int = 2) -> int:
     return max(at_least, 1 << (n - 1).bit_length())
 
@@ -96,10 +98,10 @@ def power_of_2(n: int, at_least: int = 2) -> int:
 
 @functools.lru_cache(maxsize=64)
 def staircase(k: int, n: int, device: torch.device) -> Tensor:
-    """The pairs of ranks (i, j) from 0 to n-1 with (i+1)(j+1) <= k, about k ln k of them. -> (2, C) int64.
+    """The pairs of ranks (i, j), from 0 to n-1, with (i+1)(j+1) <= k: about k ln k of them. -> (2, C) int64.
 
-    The k best sums of two descending lists lie among them. Order all pairs by descending score, ties by (i, j): the (i+1)(j+1) - 1 other pairs
-    (i' <= i, j' <= j) score no less than (i, j) and stand before it, so with (i+1)(j+1) > k it is not one of the first k.
+    The k best sums of two descending lists lie among them: order all pairs by descending score, ties by (i, j). The (i+1)(j+1) - 1 others
+    (i' <= i, j' <= j) score no less than (i, j) and stand before it; so if (i+1)(j+1) > k, it is not one of the first k.
     """
     pairs = [(i, j) for i in range(min(k, n)) for j in range(min(k // (i + 1), n))]
     return torch.tensor(pairs, device=device).t().contiguous()
@@ -112,12 +114,13 @@ def product_key_search_torch(s_row, s_col, k, fused):
         return best // n, best % n
     (row, i), (col, j) = s_row.topk(min(k, n)), s_col.topk(min(k, n))                 # descending, and their indices
     a, b = staircase(k, n, s_row.device)
-    best = (row[:, a] + col[:, b]).topk(k).indices                                    # (P, k) of the C candidates
+    best = (row.index_select(1, a) + col.index_select(1, b)).topk(k).indices          # (P, k) of the C candidates
     return i.gather(1, a[best]), j.gather(1, b[best])
 
 
-# Top-k inside a Triton program: a score and its index travel as one int64, the score in the upper half, so that sorting the packed numbers sorts the
-# scores. Bits of fp32 compare like integers once those of negative numbers are flipped. PADDING loses to every score, -inf included.
+# Top-k inside a Triton program: a score and its index travel as one int64, the score in the upper half, so that sorting these sorts the
+# scores. The bits of fp32 compare like integers once those of negative numbers are flipped. PADDING loses to every score, -inf
+# included.
 
 PADDING = tl.constexpr(-2**63)
 
@@ -134,9 +137,9 @@ def unpack_score(packed):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-# One program owns BLOCK_P queries. It reads their n row and n column scores, keeps the Top-k of each in registers, sorted, forms the staircase candidates
-# (FUSED: all n x n pairs instead, MIDUS G.1) and writes the row and column of the k best. A pair travels as row << 16 | column.
-# N2, K2, C2, O2: n, the ranks kept, the candidates C and k, rounded up to powers of two.
+# One program owns BLOCK_P queries. It reads their n row and n column scores, keeps the Top-k of each in registers, sorted, forms the
+# staircase candidates (FUSED: all n x n pairs instead, MIDUS G.1) and writes row and column of the k best. A pair travels as row << 16
+# | column. N2, K2, C2, O2: n, the ranks kept, the number of candidates C, and k, rounded up to powers of two.
 @jit
 def product_key_kernel(s_row, s_col, ranks, rows, cols, P, n, k, C, N2: tl.constexpr, K2: tl.constexpr, C2: tl.constexpr,
                        O2: tl.constexpr, BLOCK_P: tl.constexpr, FUSED: tl.constexpr):
@@ -159,21 +162,19 @@ def product_key_kernel(s_row, s_col, ranks, rows, cols, P, n, k, C, N2: tl.const
     tl.store(cols + p * k + u, best & 0xFFFF, mask=(p < P) & (u < k))
 
 
-def product_key_search_triton(s_row, s_col, k, fused):
-    (P, n), ranks = s_row.shape, staircase(k, n := s_row.shape[1], s_row.device)
-    rows, cols = (torch.empty(P, k, dtype=torch.int64, device=s_row.device) for _ in range(2))
+@operator(lambda s_row, s_col, k, fused: tuple(s_row.new_empty(len(s_row), k, dtype=torch.int64) for _ in range(2)))
+def product_key_search(s_row: Tensor, s_col: Tensor, k: int, fused: bool) -> tuple[Tensor, Tensor]:
+    if not use_triton(s_row, s_col):
+        return product_key_search_torch(s_row, s_col, k, fused)
+    P, n = s_row.shape
+    ranks, rows, cols = staircase(k, n, s_row.device), *(s_row.new_empty(P, k, dtype=torch.int64) for _ in range(2))
     C, K2 = n * n if fused else ranks.shape[1], power_of_2(min(k, n))
     N2, C2 = power_of_2(n, K2), power_of_2(C)
     BLOCK_P = max(1, 2048 // max(N2, C2))
     if P:
-        product_key_kernel[(triton.cdiv(P, BLOCK_P),)](
-            s_row.contiguous(), s_col.contiguous(), ranks, rows, cols, P, n, k, C, N2, K2, C2, power_of_2(k), BLOCK_P, fused)
+        product_key_kernel[(triton.cdiv(P, BLOCK_P),)](s_row.contiguous(), s_col.contiguous(), ranks, rows, cols, P, n, k, C,
+                                                       N2, K2, C2, power_of_2(k), BLOCK_P, fused)
     return rows, cols
-
-
-@operator(lambda s_row, s_col, k, fused: tuple(s_row.new_empty(s_row.shape[0], k, dtype=torch.int64) for _ in range(2)))
-def product_key_search(s_row: Tensor, s_col: Tensor, k: int, fused: bool) -> tuple[Tensor, Tensor]:
-    return (product_key_search_triton if use_triton(s_row, s_col) else product_key_search_torch)(s_row, s_col, k, fused)
 
 
 FUSED_BELOW = 8192   # P*n*n below which one Top-k over the whole grid beats the two stages on CPU (by some 10 us a call)
@@ -182,14 +183,13 @@ FUSED_BELOW = 8192   # P*n*n below which one Top-k over the whole grid beats the
 def product_key_topk(s_row: Tensor, s_col: Tensor, k: int, fused: Optional[bool] = None) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest s_row[p,i] + s_col[p,j] of the n x n grid: two-stage search with staircase pruning (MIDUS eqs. 13-15).
 
-    s_row, s_col (P, n) float, 1 <= k <= n*n -> scores (P, k) fp32 (fp64 for fp64), descending; rows i and columns j, (P, k) int64.
-    The table row is i*n + j. Gradients flow through the scores into s_row and s_col. Of equal scores any may be picked; NaN, and +inf together
-    with -inf, are outside the promise. fused=True searches the whole grid at once (MIDUS G.1; n <= 128). None chooses: on CPU by FUSED_BELOW,
-    on CUDA two stages, which are one launch here.
+    s_row, s_col (P, n) float, 1 <= k <= n*n -> scores (P, k) fp32 (fp64 for fp64), descending; rows i and columns j, (P, k) int64: row
+    i*n + j of the table. Gradients flow through the scores into s_row and s_col. Of equal scores any may be picked; NaN, and +inf together
+    with -inf, are outside the promise. fused=True searches the whole grid at once (MIDUS G.1; n <= 128). None chooses: on CPU by
+    FUSED_BELOW, on CUDA two stages, which are one launch here.
     """
     require(s_row.dim() == 2 and s_row.shape == s_col.shape and s_row.is_floating_point() and s_col.is_floating_point(),
             f"s_row and s_col must both be (P, n) float, got {describe(s_row)} and {describe(s_col)}")
-    check_devices(s_row=s_row, s_col=s_col)
     P, n = s_row.shape
     require(n < 2**16, f"s_row and s_col: n must be below 65,536, got {n}")
     require(1 <= k <= n * n, f"k must lie in [1, n*n] = [1, {n * n}], got {k}")
@@ -254,8 +254,9 @@ def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
     return i.gather(2, best // m_key), j.gather(2, best % m_key)
 
 
-# One program owns one query and one retrieval head. It projects the RANK x n scores of both sides on u and v, keeps the m_key best rows and columns,
-# reads their scores again (from the cache), builds the m_key x m_key Tucker grid in registers and writes row and column of its m best.
+# One program owns one query and one retrieval head. It projects the RANK x n scores of both sides on u and v, keeps the m_key best rows
+# and columns, reads their scores again (from the cache), builds the m_key x m_key Tucker grid in registers and writes row and column of
+# its m best.
 @jit
 def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, n, m_key, m, HEADS, RANK: tl.constexpr, N2: tl.constexpr,
                   M2: tl.constexpr, O2: tl.constexpr):
@@ -281,9 +282,14 @@ def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, n, m_key, m, HEADS, 
     tl.store(cols + query * m + o, best & 0xFFFF, mask=o < m)
 
 
-def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
+@operator(lambda s_row, s_col, u, v, core_sum, m_key, m:
+          tuple(s_row.new_empty(*s_row.shape[:2], m, dtype=torch.int64) for _ in range(2)))
+def tucker_search(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core_sum: Tensor, m_key: int,
+                  m: int) -> tuple[Tensor, Tensor]:
+    if not use_triton(s_row, s_col):
+        return tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m)
     (P, R, r, n), M2 = s_row.shape, power_of_2(m_key)
-    rows, cols = (torch.empty(P, R, m, dtype=torch.int64, device=s_row.device) for _ in range(2))
+    rows, cols = (s_row.new_empty(P, R, m, dtype=torch.int64) for _ in range(2))
     if P * R:
         u, v, core_sum = (t.float().contiguous() for t in (u, v, core_sum))
         tucker_kernel[(P * R,)](s_row.contiguous(), s_col.contiguous(), u, v, core_sum, rows, cols, n, m_key, m, R, r,
@@ -291,19 +297,12 @@ def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
     return rows, cols
 
 
-@operator(lambda s_row, s_col, u, v, core_sum, m_key, m:
-          tuple(s_row.new_empty(*s_row.shape[:2], m, dtype=torch.int64) for _ in range(2)))
-def tucker_search(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core_sum: Tensor, m_key: int,
-                  m: int) -> tuple[Tensor, Tensor]:
-    path = tucker_search_triton if use_triton(s_row, s_col) else tucker_search_torch
-    return path(s_row, s_col, u, v, core_sum, m_key, m)
-
-
-def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor, m_key: int, m: int) -> tuple[Tensor, Tensor]:
+def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor, m_key: int,
+                m: int) -> tuple[Tensor, Tensor]:
     """The m best of Tucker-decomposed scores (UltraMemV2 eqs. 6, 7, 11): a rank-1 prefilter, then the full score.
 
-    s_row, s_col (P, R, r, n): scores of R retrieval heads and r Tucker ranks; core (H, R, r, r); u, v (R, r): leading singular vectors of core.sum(0)
-    -> raw scores (P, R, m, H) fp32 (fp64 for fp64) and indices i*n + j (P, R, m) int64, in descending order of the sum over H.
+    s_row, s_col (P, R, r, n): scores of R retrieval heads and r Tucker ranks; core (H, R, r, r); u, v (R, r): leading singular vectors of
+    core.sum(0) -> raw scores (P, R, m, H) fp32 (fp64 for fp64) and indices i*n + j (P, R, m) int64, in descending order of the sum over H.
         stage 1   the m_key rows i with the largest sum_x u[x] s_row[x,i], and columns j with v and s_col
         stage 2   score[h,i,j] = sum_xy s_row[x,i] core[h,x,y] s_col[y,j] on that grid; the m largest by the sum over h
     Gradients flow through the returned scores into s_row, s_col and core; none through the choice of indices, so none into u and v.
@@ -315,7 +314,6 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     require(core.shape[1:] == (R, r, r), f"core must be (H, R, r, r) with R, r = {(R, r)}, got {describe(core)}")
     require(1 <= m_key <= n < 2**16, f"m_key must lie in [1, n] = [1, {n}], and n below 65,536, got {m_key}")
     require(1 <= m <= m_key**2, f"m must lie in [1, m_key^2] = [1, {m_key**2}], got {m}")
-    check_devices(s_row=s_row, s_col=s_col, u=u, v=v, core=core)
     rows, cols = tucker_search(s_row.detach(), s_col.detach(), u.detach(), v.detach(), core.detach().sum(0), m_key, m)
     row, col = (Pick.apply(s.reshape(-1, n), x[:, :, None].expand(P, R, r, m).reshape(-1, m)).view(P, R, r, m)
                 for s, x in ((s_row, rows), (s_col, cols)))
@@ -324,8 +322,8 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
 
 
 # ================================================================ the three sums: torch path
-# weights are (P, k, H): weight h is for slice h of the row, H slices of d/H columns. blocks (P, k) or None: query p has n_blocks results, and the pair
-# (p, u) belongs to number p*n_blocks + blocks[p,u].
+# weights are (P, k, H): weight h is for slice h of the row, H slices of d/H columns. blocks is None or (P, k): then query p has
+# n_blocks results, and the pair (p, u) belongs to result p*n_blocks + blocks[p,u].
 
 def touched_rows(table, indices, dtype):
     """A table in another dtype is not converted whole, only the rows that are read."""
@@ -347,7 +345,7 @@ def segment_sum(source, index, start, weights):
     return y.view(H, S, d // H).transpose(0, 1).reshape(S, d)
 
 
-def bag_sum_torch(table, indices, weights, blocks, n_blocks, base, base_weight, dtype):
+def gather_sum_torch(table, indices, weights, blocks, n_blocks, dtype, base, base_weight):
     (P, k, H), d, device, acc = weights.shape, table.shape[1], table.device, acc_dtype(table, weights, base)
     (table, indices), weights = touched_rows(table, indices, acc), weights.to(acc)
     if blocks is None:                                                                # one bag per query and slice
@@ -364,13 +362,20 @@ def bag_sum_torch(table, indices, weights, blocks, n_blocks, base, base_weight, 
     return y.view(P * n_blocks, d).to(dtype)
 
 
-def bag_dot_torch(table, indices, x, blocks, n_blocks, H, dtype):
+OUT_OF_CACHE = 2**22     # elements; short rows of a larger table are fetched by embedding_bag, which prefetches, unlike the operator below
+
+
+def gather_dot_torch(table, indices, x, blocks, n_blocks, H, dtype):
     (P, k), d, device, acc = indices.shape, table.shape[1], table.device, acc_dtype(table, x)
-    table, indices = touched_rows(table, indices, acc)
-    h = torch.arange(H, device=device)
-    result = torch.arange(P, device=device)[:, None] * n_blocks + (0 if blocks is None else blocks)        # row of x
-    index = (indices[..., None] * H + h).reshape(-1)                                  # (P*k*H,) slices of the table
-    bag = (result[..., None] * H + h).expand(P, k, H).reshape(-1)                     # (P*k*H,) slices of x
+    table, indices, h, n = *touched_rows(table, indices, acc), torch.arange(H, device=device), max(1, 8192 // k)
+    if device.type == "cpu" and table.numel() > OUT_OF_CACHE and d <= 128 and P > n:
+        parts = zip(indices.split(n), x.split(n * n_blocks), [None] * P if blocks is None else blocks.split(n))
+        return torch.cat([gather_dot_torch(F.embedding_bag(i.reshape(-1, 1), table, mode="sum"),
+                                           torch.arange(i.numel()).view(i.shape), x_part, part, n_blocks, H, dtype)
+                          for i, x_part, part in parts])
+    result = torch.arange(P, device=device)[:, None] * n_blocks + (0 if blocks is None else blocks)
+    index = (indices[..., None] * H + h).reshape(-1)                                  # (P*k*H,) slice of the table
+    bag = (result[..., None] * H + h).expand(P, k, H).reshape(-1)                     # (P*k*H,) slice of x
     # the operator behind embedding_bag's own gradient for its weights: one dot product per entry, no (P*k, d) tensor
     dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         x.to(acc).reshape(-1, d // H), table.view(-1, d // H), index, bag[:1], bag, 0, -1)
@@ -378,24 +383,22 @@ def bag_dot_torch(table, indices, x, blocks, n_blocks, H, dtype):
 
 
 def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
-    (P, k, H), acc = weights.shape, acc_dtype(grad, weights)
-    rows, count = indices.reshape(-1)[order].unique_consecutive(return_counts=True)
+    (P, k, H), keys, acc = weights.shape, indices.reshape(-1)[order], acc_dtype(grad, weights)
+    rows, count = keys.unique_consecutive(return_counts=True) if sparse else (None, torch.bincount(keys, minlength=n_rows))
     result = order // k * n_blocks + (0 if blocks is None else blocks.reshape(-1)[order])
-    values = segment_sum(grad.to(acc), result, count.cumsum(0) - count, weights.reshape(-1, H)[order].to(acc)).to(dtype)
-    if sparse or len(rows) == n_rows:                                                 # n_rows: every row was hit, in order
-        return rows, values
-    return rows, values.new_zeros(n_rows, values.shape[1]).index_copy_(0, rows.long(), values)
+    start, weights = count.cumsum(0) - count, weights.reshape(-1, H)[order].to(acc)
+    return rows, segment_sum(grad.to(acc), result, start, weights).to(dtype)          # a row that was not hit: an empty bag, 0
 
 
 # ================================================================ the three sums: Triton path
-# A program works on BLOCK_D columns of one of the H slices, which are D = d/H wide. Weights are read through their strides, so that a sliced or transposed
-# gate is not copied. Row numbers are int64 before they are multiplied: N*d exceeds 2^31 soon.
+# A program works on BLOCK_D columns of one of the H slices, which are D = d/H wide. Weights are read through their strides, so that a
+# sliced or transposed gate is not copied. Row numbers are int64 before they are multiplied: N*d exceeds 2^31 soon.
 
-# To the queries. One program owns BLOCK_P queries x BLOCK_D columns of their result. It walks over the K retrieved rows, reading in each step one row per
-# query (neighbouring columns: coalesced), and writes its tile once. E > 1: it sums only the rows of one of E blocks and reads no other.
-# BASE: start from the query's own row of `base` (1), or from that row times base_weight (2; MoVE's g_0 * V).
+# To the queries. One program owns BLOCK_P queries x BLOCK_D columns of their result. It walks over the K retrieved rows, reading in
+# each step one row per query (neighbouring columns: coalesced), and writes its tile once. E > 1: it sums only the rows of one of E
+# blocks and reads no other. BASE: start from the query's own row of `base` (1), or from that row times base_weight (2; MoVE's g_0 * V).
 @jit
-def bag_sum_kernel(table, indices, weights, blocks, base, base_weight, out, P, w_p, w_u, w_h, b_p, b_h, K: tl.constexpr,
+def gather_sum_kernel(table, indices, weights, blocks, base, base_weight, out, P, w_p, w_u, w_h, b_p, b_h, K: tl.constexpr,
                    H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BASE: tl.constexpr, BLOCK_P: tl.constexpr,
                    BLOCK_D: tl.constexpr):
     parts: tl.constexpr = E * H * ((D + BLOCK_D - 1) // BLOCK_D)                      # programs with the same queries
@@ -419,10 +422,10 @@ def bag_sum_kernel(table, indices, weights, blocks, base, base_weight, out, P, w
     tl.store(out + (p * E + e)[:, None] * (H * D) + col, total, mask=ok[:, None] & ok_c)
 
 
-# To the pairs. One program owns one slice of BLOCK_P queries and walks over their K rows: it reads a row and the query's x (which stays in the cache),
-# reduces over the columns and writes one number per query and row.
+# To the pairs. One program owns one slice of BLOCK_P queries and walks over their K rows: it reads a row and the query's x (which stays
+# in the cache), reduces over the columns and writes one number per query and row.
 @jit
-def bag_dot_kernel(table, indices, x, blocks, out, P, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
+def gather_dot_kernel(table, indices, x, blocks, out, P, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
                    BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     h = tl.program_id(0) % H
     p = (tl.program_id(0) // H).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -441,12 +444,13 @@ def bag_dot_kernel(table, indices, x, blocks, out, P, K: tl.constexpr, H: tl.con
         tl.store(out + (p * K + u) * H + h, tl.sum(total, 1), mask=ok)
 
 
-# To the rows. `keys` are the L = P*K indices in sorted order, so that the hits of a row are one run of equal keys. A window is C consecutive positions of
-# it; one program owns one window x BLOCK_D columns whatever the runs are: a row hit by every query is spread over L/C programs.
-# The program gathers the window's weighted gradients into a C x BLOCK_D tile and multiplies it by the C x C matrix of equal keys: then every position holds
-# the sum over its run, as far as the run lies in the window, and the run's last position writes it. A run inside the window goes to its row of `out`, which
-# nobody else writes; a run that came in from the window before goes to partial[w, 0], one that starts here and goes on to partial[w, 1].
-# (inf or NaN in one gradient spreads to its window, since 0 * inf is NaN: such a step is lost anyway.)
+# To the rows. `keys` are the L = P*K indices in sorted order, so that the hits of a row are one run of equal keys. A window is C
+# consecutive positions of it; one program owns one window x BLOCK_D columns whatever the runs are: a row hit by every query is spread
+# over L/C programs. The program gathers the window's weighted gradients into a C x BLOCK_D tile and multiplies it by the C x C matrix
+# of equal keys: then every position holds the sum over its run, as far as the run lies in the window, and the run's last position
+# writes it. A run inside the window goes to its row of `out`, which nobody else writes; one that came in from the window before goes to
+# partial[w, 0], one that starts here and goes on to partial[w, 1]. (inf or NaN in one gradient spreads to its window, since 0 * inf is
+# NaN: such a step is lost anyway.)
 @jit
 def row_sums_kernel(grad, keys, order, dest, weights, blocks, out, partial, L, w_p, w_u, w_h, K: tl.constexpr,
                     H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -475,10 +479,12 @@ def row_sums_kernel(grad, keys, order, dest, weights, blocks, out, partial, L, w
     tl.store(partial + half[:, None] * (H * D) + col, total, mask=(last & ~inside)[:, None] & ok_c)
 
 
-# Second step: one program per window x BLOCK_D columns of the whole row (D here). Where a run starts in window w and goes on, the program adds
-# partial[w, 1] and the partial[., 0] of the windows that the run covers, BLOCK_W at a time, and writes the row. The others have nothing to do.
+# Second step: one program per window x BLOCK_D columns of the whole row (D here). Where a run starts in window w and goes on, the
+# program adds partial[w, 1] and the partial[., 0] of the windows that the run covers, BLOCK_W at a time, and writes the row. The others
+# have nothing to do.
 @jit
-def merge_kernel(keys, dest, partial, out, L, W, D: tl.constexpr, C: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
+def merge_kernel(keys, dest, partial, out, L, W, D: tl.constexpr, C: tl.constexpr, BLOCK_W: tl.constexpr,
+                 BLOCK_D: tl.constexpr):
     parts: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     w, c = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
     last = w * C + C - 1
@@ -490,7 +496,8 @@ def merge_kernel(keys, dest, partial, out, L, W, D: tl.constexpr, C: tl.constexp
         while more:
             i = first + tl.arange(0, BLOCK_W)
             hit = (i < W) & (key == tl.load(keys + i * C, mask=i < W, other=-1))
-            total += tl.sum(tl.load(partial + (2 * i)[:, None] * D + c[None, :], mask=hit[:, None] & (c < D)[None, :], other=0.0), 0)
+            mask = hit[:, None] & (c < D)[None, :]
+            total += tl.sum(tl.load(partial + (2 * i)[:, None] * D + c[None, :], mask=mask, other=0.0), 0)
             first, more = first + BLOCK_W, tl.sum(hit.to(tl.int32), 0) == BLOCK_W
         tl.store(out + tl.load(dest + last).to(tl.int64) * D + c, total, mask=c < D)
 
@@ -501,46 +508,6 @@ def column_block(D, largest):
     return min(divisor if divisor >= 32 else power_of_2(D, 16), largest)
 
 
-def bag_sum_triton(table, indices, weights, blocks, n_blocks, base, base_weight, dtype):
-    (P, k, H), d = weights.shape, table.shape[1]
-    out, BLOCK_D = torch.empty(P * n_blocks, d, dtype=dtype, device=table.device), column_block(d // H, 256)
-    BLOCK_P, mode = 1024 // BLOCK_D, 0 if base is None else 1 if base_weight is None else 2
-    if P:
-        grid = (triton.cdiv(P, BLOCK_P) * n_blocks * H * triton.cdiv(d // H, BLOCK_D),)
-        bag_sum_kernel[grid](table.contiguous(), indices.contiguous(), weights, blocks, base, base_weight, out, P,
-                             *weights.stride(), *(base_weight.stride() if mode == 2 else (0, 0)), k, H, n_blocks, d // H,
-                             mode, BLOCK_P, BLOCK_D)
-    return out
-
-
-def bag_dot_triton(table, indices, x, blocks, n_blocks, H, dtype):
-    (P, k), d = indices.shape, table.shape[1]
-    out, BLOCK_D = torch.empty(P, k, H, dtype=dtype, device=table.device), column_block(d // H, 256)
-    BLOCK_P = 1024 // BLOCK_D
-    if P:
-        bag_dot_kernel[(triton.cdiv(P, BLOCK_P) * H,)](table.contiguous(), indices.contiguous(), x.contiguous(), blocks, out, P,
-                                                       k, H, n_blocks, d // H, BLOCK_P, BLOCK_D)
-    return out
-
-
-def row_sums_triton(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse, C=32):
-    (P, k, H), d, L, device = weights.shape, grad.shape[1], order.numel(), grad.device
-    rows = dest = keys = indices.reshape(-1)[order]
-    if sparse:                          # number the distinct rows; how many they are is data, hence one synchronisation
-        rows, count = keys.unique_consecutive(return_counts=True)
-        dest = torch.arange(len(rows), device=device).repeat_interleave(count, output_size=L)
-    out = (torch.empty if sparse else torch.zeros)(len(rows) if sparse else n_rows, d, dtype=dtype, device=device)
-    if L:
-        W, BLOCK_D = triton.cdiv(L, C), column_block(d // H, 64)
-        partial = torch.empty(W, 2, d, dtype=torch.float32, device=device)
-        row_sums_kernel[(W * H * triton.cdiv(d // H, BLOCK_D),)](
-            grad.contiguous(), keys, order, dest, weights, blocks, out, partial, L, *weights.stride(), k, H, n_blocks,
-            d // H, C, BLOCK_D)
-        BLOCK_D = column_block(d, 64)
-        merge_kernel[(W * triton.cdiv(d, BLOCK_D),)](keys, dest, partial, out, L, W, d, C, 32, BLOCK_D)
-    return rows, out
-
-
 # ================================================================ the three sums: operations
 
 def sort_indices(indices: Tensor) -> Tensor:
@@ -549,12 +516,28 @@ def sort_indices(indices: Tensor) -> Tensor:
 
 
 def row_sums(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
-    path = row_sums_triton if use_triton(grad, weights) else row_sums_torch
+    """-> the distinct rows that were hit and their sums, if sparse; else anything and the sums of all n_rows rows."""
     order = sort_indices(indices) if order is None else order
-    return path(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse)
+    if not use_triton(grad, weights):
+        return row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse)
+    (P, k, H), d, L, C = weights.shape, grad.shape[1], order.numel(), 32
+    rows = dest = keys = indices.reshape(-1)[order]
+    if sparse:                          # number the distinct rows; how many they are is data, hence one synchronisation
+        rows, count = keys.unique_consecutive(return_counts=True)
+        dest, n_rows = torch.arange(len(rows), device=keys.device).repeat_interleave(count, output_size=L), len(rows)
+    out = (grad.new_empty if sparse else grad.new_zeros)(n_rows, d, dtype=dtype)
+    if L:
+        W, BLOCK_D, BLOCK_ROW = triton.cdiv(L, C), column_block(d // H, 64), column_block(d, 64)
+        partial = grad.new_empty(W, 2, d, dtype=torch.float32)
+        row_sums_kernel[(W * H * triton.cdiv(d // H, BLOCK_D),)](
+            grad.contiguous(), keys, order, dest, weights, blocks, out, partial, L, *weights.stride(), k, H, n_blocks,
+            d // H, C, BLOCK_D)
+        merge_kernel[(W * triton.cdiv(d, BLOCK_ROW),)](keys, dest, partial, out, L, W, d, C, 32, BLOCK_ROW)
+    return rows, out
 
 
-@operator(lambda grad, indices, weights, blocks, n_blocks, order, n_rows, dtype: grad.new_empty(n_rows, grad.shape[1], dtype=dtype))
+@operator(lambda grad, indices, weights, blocks, n_blocks, order, n_rows, dtype:
+          grad.new_empty(n_rows, grad.shape[1], dtype=dtype))
 def row_sums_dense(grad: Tensor, indices: Tensor, weights: Tensor, blocks: Optional[Tensor], n_blocks: int,
                    order: Optional[Tensor], n_rows: int, dtype: torch.dtype) -> Tensor:
     return row_sums(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, False)[1]
@@ -576,8 +559,16 @@ def table_grad(ctx, grad, weights):
 def gather_sum_op(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional[Tensor], n_blocks: int,
                   order: Optional[Tensor], sparse_grad: bool, dtype: torch.dtype, base: Optional[Tensor] = None,
                   base_weight: Optional[Tensor] = None) -> Tensor:
-    path = bag_sum_triton if use_triton(table, weights, base) else bag_sum_torch
-    return path(table, indices, weights, blocks, n_blocks, base, base_weight, dtype)
+    if not use_triton(table, weights, base):
+        return gather_sum_torch(table, indices, weights, blocks, n_blocks, dtype, base, base_weight)
+    (P, k, H), d = weights.shape, table.shape[1]
+    out, BLOCK_D = table.new_empty(P * n_blocks, d, dtype=dtype), column_block(d // H, 256)
+    BLOCK_P, mode = 1024 // BLOCK_D, 0 if base is None else 1 if base_weight is None else 2
+    if P:
+        gather_sum_kernel[(triton.cdiv(P, BLOCK_P) * n_blocks * H * triton.cdiv(d // H, BLOCK_D),)](
+            table.contiguous(), indices.contiguous(), weights, blocks, base, base_weight, out, P, *weights.stride(),
+            *(base_weight.stride() if mode == 2 else (0, 0)), k, H, n_blocks, d // H, mode, BLOCK_P, BLOCK_D)
+    return out
 
 
 def gather_sum_setup(ctx, inputs, output):
@@ -591,8 +582,9 @@ def gather_sum_backward(ctx, grad):
     if ctx.needs_input_grad[0]:
         d_table = table_grad(ctx, grad, weights)
     if ctx.needs_input_grad[2]:                                                       # <table[j], grad[p]>, slice by slice
-        d_weights = gather_dot_op(table, indices, grad, blocks, ctx.n_blocks, weights.shape[2], order, False, weights.dtype)
-    if base is not None:                                                              # mix_values: base_weight * base is added
+        H = weights.shape[2]
+        d_weights = gather_dot_op(table, indices, grad, blocks, ctx.n_blocks, H, order, False, weights.dtype)
+    if base is not None:                                                              # mix_values adds base_weight * base
         d_base = grad
     if base_weight is not None:
         (P, H), d = base_weight.shape, base.shape[1]
@@ -606,8 +598,15 @@ def gather_sum_backward(ctx, grad):
           table.new_empty(*indices.shape, H, dtype=dtype))
 def gather_dot_op(table: Tensor, indices: Tensor, x: Tensor, blocks: Optional[Tensor], n_blocks: int, H: int,
                   order: Optional[Tensor], sparse_grad: bool, dtype: torch.dtype) -> Tensor:
-    path = bag_dot_triton if use_triton(table, x) else bag_dot_torch
-    return path(table, indices, x, blocks, n_blocks, H, dtype)
+    if not use_triton(table, x):
+        return gather_dot_torch(table, indices, x, blocks, n_blocks, H, dtype)
+    (P, k), d = indices.shape, table.shape[1]
+    out, BLOCK_D = table.new_empty(P, k, H, dtype=dtype), column_block(d // H, 256)
+    BLOCK_P = 1024 // BLOCK_D
+    if P:
+        gather_dot_kernel[(triton.cdiv(P, BLOCK_P) * H,)](table.contiguous(), indices.contiguous(), x.contiguous(), blocks,
+                                                          out, P, k, H, n_blocks, d // H, BLOCK_P, BLOCK_D)
+    return out
 
 
 def gather_dot_setup(ctx, inputs, output):
@@ -628,22 +627,18 @@ gather_sum_op.register_autograd(gather_sum_backward, setup_context=gather_sum_se
 gather_dot_op.register_autograd(gather_dot_backward, setup_context=gather_dot_setup)
 
 
-def left_out_of_the_graph(function):
-    """A compiled backward cannot build a COO tensor, so an operation with sparse_grad=True is one documented graph break."""
-    return torch.compiler.disable(function)
+# A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside the graph. This is the one documented
+# break.
+gather_sum_eager, gather_dot_eager = torch.compiler.disable(gather_sum_op), torch.compiler.disable(gather_dot_op)
 
 
-gather_sum_eager, gather_dot_eager = left_out_of_the_graph(gather_sum_op), left_out_of_the_graph(gather_dot_op)
-
-
-def check_gather(table, indices, order, **others):
+def check_gather(table, indices, order):
     require(table.dim() == 2 and table.is_floating_point() and table.shape[0] < 2**31,
             f"table must be (N, d) float with N < 2^31, got {describe(table)}")
     require(indices.dim() == 2, f"indices must be (P, k), got {describe(indices)}")
     check_integers("indices", indices, tuple(indices.shape), table.shape[0])
     require(order is None or (order.shape == (indices.numel(),) and order.dtype == torch.int64),
             f"order must be sort_indices(indices), ({indices.numel()},) int64, got {describe(order)}")
-    check_devices(table=table, indices=indices, order=order, **others)
 
 
 def gather_sum(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional[Tensor] = None, n_blocks: int = 1,
@@ -651,11 +646,12 @@ def gather_sum(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional
     """Weighted sum of retrieved rows: y[p] = sum_u weights[p,u] * table[indices[p,u]] (MIDUS G.3, UltraMemV2 eq. 12).
 
     table (N, d) float; indices (P, k) int32 or int64 in [0, N), repeats allowed; weights (P, k) float -> (P, d) in the weights' dtype.
-    weights (P, k, H): weight h is for slice h of the row's H slices of d/H columns. With blocks (P, k) int in [0, n_blocks) the sum is kept per
-    block -> (P, n_blocks, d) (UltraMem, UltraMemV2 eq. 9). Gradients: for the weights <table[j], g[p]>; for the table MIDUS Algorithm 1, dense, or with
-    sparse_grad=True a coalesced COO tensor of the touched rows (see keep_coalesced), which breaks a torch.compile graph. order: sort_indices(indices).
+    weights (P, k, H): weight h is for slice h of the row's H slices of d/H columns. With blocks (P, k) int in [0, n_blocks) the sum is kept
+    per block -> (P, n_blocks, d) (UltraMem; UltraMemV2 eq. 9). Gradients: for the weights <table[j], g[p]>; for the table MIDUS Algorithm 1,
+    dense, or with sparse_grad=True a coalesced COO tensor of the touched rows (see keep_coalesced), which costs a compiled graph one break.
+    order: sort_indices(indices), where several operations share the indices.
     """
-    check_gather(table, indices, order, weights=weights, blocks=blocks)
+    check_gather(table, indices, order)
     if blocks is not None:
         check_integers("blocks", blocks, tuple(indices.shape), n_blocks)
     require(n_blocks >= 1 and (blocks is not None or n_blocks == 1), f"n_blocks goes with blocks, from 1 up; got {n_blocks}")
@@ -674,7 +670,7 @@ def gather_dot(table: Tensor, indices: Tensor, x: Tensor, sparse_grad: bool = Fa
     table (N, d) float; indices (P, k) int32 or int64 in [0, N); x (P, d) float -> (P, k) in x's dtype.
     Gradients: dx[p] = sum_u g[p,u] table[j]; for the table, sparse_grad and order as in gather_sum.
     """
-    check_gather(table, indices, order, x=x)
+    check_gather(table, indices, order)
     require(x.shape == (indices.shape[0], table.shape[1]) and x.is_floating_point(),
             f"x must be (P, d) = {(indices.shape[0], table.shape[1])} float, got {describe(x)}")
     op = gather_dot_eager if sparse_grad else gather_dot_op
@@ -715,7 +711,7 @@ class GatherRows(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).index_copy_(0, rows, grad), None, None
 
 
-gather_rows_eager = left_out_of_the_graph(GatherRows.apply)
+gather_rows_eager = torch.compiler.disable(GatherRows.apply)
 
 
 def gather_rows(table: Tensor, rows: Tensor, sparse_grad: bool = False) -> Tensor:
@@ -725,7 +721,6 @@ def gather_rows(table: Tensor, rows: Tensor, sparse_grad: bool = False) -> Tenso
     The gradient is dense (zeros and one write of U rows) or, with sparse_grad=True, a coalesced COO tensor of these rows.
     """
     check_integers("rows", rows, (rows.numel(),), table.shape[0])
-    check_devices(table=table, rows=rows)
     require(not DEBUG or bool((rows.diff() > 0).all()), "rows must be ascending and distinct: take them from torch.unique")
     return (gather_rows_eager if sparse_grad else GatherRows.apply)(table, rows, sparse_grad)
 
@@ -735,12 +730,13 @@ def mix_order(inverse: Tensor, M: int) -> Tensor:
     return sort_indices(inverse[:, None] * M + torch.arange(M, device=inverse.device))
 
 
-def mix_values(v: Tensor, bank_rows: Tensor, inverse: Tensor, gate: Tensor, gate_v: bool = True, order: Optional[Tensor] = None) -> Tensor:
+def mix_values(v: Tensor, bank_rows: Tensor, inverse: Tensor, gate: Tensor, gate_v: bool = True,
+               order: Optional[Tensor] = None) -> Tensor:
     """MoVE eq. 4: out[t,h] = gate[t,h,0] * v[t,h] + sum_i gate[t,h,i+1] * bank_rows[inverse[t],i,h].
 
-    v (T, H, d_h) float; bank_rows (U, M, H, d_h) or (U, M, H*d_h): the distinct tokens' value rows (gather_rows); inverse (T,) int in [0, U);
-    gate (T, H, M+1), or (T, H, M) with gate_v=False, where v is added as it is. Dtypes may differ. -> (T, H, d_h) in v's dtype.
-    Differentiable in v, bank_rows and gate, without any (T, M, d) tensor. order: mix_order(inverse, M).
+    v (T, H, d_h) float; bank_rows (U, M, H, d_h) or (U, M, H*d_h): the distinct tokens' value rows (gather_rows); inverse (T,) int in
+    [0, U); gate (T, H, M+1), or (T, H, M) with gate_v=False: v is added as it is. Dtypes may differ. -> (T, H, d_h) in v's dtype.
+    Differentiable in v, bank_rows and gate, without any (T, M, d) tensor. order: mix_order(inverse, M), where layers share inverse.
     """
     require(v.dim() == 3 and v.is_floating_point(), f"v must be (T, H, d_h) float, got {describe(v)}")
     (T, H, d_h), M, U = v.shape, gate.shape[-1] - gate_v, bank_rows.shape[0]
@@ -750,6 +746,143 @@ def mix_values(v: Tensor, bank_rows: Tensor, inverse: Tensor, gate: Tensor, gate
             f"bank_rows must be (U, M, H, d_h) with M, H, d_h = {(M, H, d_h)} as in gate and v, got {describe(bank_rows)}")
     check_integers("inverse", inverse, (T,), U)
     table, indices = bank_rows.reshape(U * M, H * d_h), inverse[:, None] * M + torch.arange(M, device=inverse.device)
-    check_gather(table, indices, order, v=v, gate=gate)
+    check_gather(table, indices, order)
     return gather_sum_op(table, indices, gate[..., gate_v:].transpose(1, 2), None, 1, order, False, v.dtype,
                          v.reshape(T, H * d_h), gate[..., 0] if gate_v else None).view(T, H, d_h)
+
+
+# ================================================================ benchmark: python kernels.py
+
+def medians(functions, device, rounds):
+    """Milliseconds per call; the functions take turns. On CUDA a sample is five calls in a row, so that launches overlap the work."""
+    calls, samples = 5 if device == "cuda" else 1, [[] for _ in functions]
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for turn in range(rounds + 2):                                                    # two rounds to warm up
+        for function, sample in zip(functions, samples):
+            wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            wait()
+            sample.append((time.perf_counter() - start) / calls * 1e3)
+    return [sorted(sample[2:])[rounds // 2] for sample in samples]
+
+
+def draw(kind, N, shape, device):
+    """Uniform rows, or Zipf-like ones (the i-th most used row has a chance of about 1/i) spread over the table."""
+    zipf = (N ** torch.rand(shape, device=device)).long().clamp_(max=N - 1) * 7919 % N
+    return torch.randint(N, shape, device=device) if kind == "uniform" else zipf
+
+
+def three_topk(s_row, s_col, k):
+    (row, i), (col, j) = s_row.topk(k), s_col.topk(k)
+    scores, best = (row[:, :, None] + col[:, None, :]).flatten(1).topk(k)
+    return scores, i.gather(1, best // k), j.gather(1, best % k)
+
+
+def naive_mix(v, bank_rows, inverse, gate):
+    return gate[..., :1] * v + (gate[..., 1:].transpose(1, 2)[..., None] * bank_rows[inverse]).sum(1)
+
+
+def cases(device, dtype, quick):
+    """Yields operation, size, ours, theirs, their name, differentiable inputs, bytes that must move forward and backward together."""
+    big, b, real = device == "cuda" and not quick, dtype.itemsize, functools.partial(torch.randn, device=device)
+    for name, n, k, d, P, cpu_P in (("MIDUS", 64, 4, 64, 2**20, 2**14), ("MIDUS", 64, 4, 128, 2**20, 2**14),
+                                    ("UltraMemV2", 360, 32, 192, 2**16, 2**11), ("Memory+", 1138, 160, 768, 2**13, 2**8)):
+        for kind in ("uniform", "zipf") if n < 1138 or not quick else ():
+            N, P, sparse = n * n, P if big else cpu_P, device == "cpu" and n == 1138  # sparse where the gradient has 4 GB
+            indices, table, x, w = draw(kind, N, (P, k), device), real(N, d).to(dtype), real(P, d), real(P, k)
+            size = f"{name} N={N} d={d} P={P} k={k} {kind}" + " sparse" * sparse
+            read, rows = P * k * (d * b + 12), (indices.unique().numel() if sparse else N) * d * b
+            yield ("gather_sum", size, lambda t, w: gather_sum(t, indices, w, sparse_grad=sparse),
+                   lambda t, w: F.embedding_bag(indices, t, mode="sum", per_sample_weights=w.to(t.dtype), sparse=sparse),
+                   "embedding_bag", (table, w), 2 * read + rows + P * d * 8)
+            if not sparse:
+                yield ("gather_dot", size, lambda t, x: gather_dot(t, indices, x),
+                       lambda t, x: (t[indices] * x[:, None]).sum(-1), "gather, sum", (table, x), 2 * read + rows + P * d * 12)
+                yield ("table gradient", size, lambda: row_sums_dense(x, indices, w[..., None], None, 1, None, N, dtype),
+                       lambda: table.new_zeros(N, d).index_add_(
+                           0, indices.view(-1), (x[:, None] * w[..., None]).flatten(0, 1).to(dtype)),
+                       "index_add_", (), rows + P * d * 4 + P * k * 12)
+    for n, k, P in ((64, 4, 2**16), (64, 32, 2**16), (360, 32, 2**14), (1138, 80, 2**13)):
+        P, s = P if big else P // 16, (real(P if big else P // 16, n), real(P if big else P // 16, n))
+        for theirs, name in ((lambda r, c: three_topk(r, c, k)[0], "three topk"),
+                             (lambda r, c: (r[:, :, None] + c[:, None]).flatten(1).topk(k)[0], "full grid"))[:1 + (n == 64)]:
+            yield ("product_key_topk", f"P={P} n={n} k={k}", lambda r, c: product_key_topk(r, c, k)[0], theirs, name, s,
+                   P * (16 * n + 40 * k))
+    P, n, m, u, core = 2**14 if big else 2**10, 360, 32, torch.ones(1, 2, device=device), torch.rand(2, 1, 2, 2, device=device)
+    yield ("tucker_topk", f"P={P} n={n} m={m} r=2 H=2", lambda r, c: tucker_topk(r, c, u, u, core, m, m)[0], None, "-",
+           (real(P, 1, 2, n), real(P, 1, 2, n)), P * (32 * n + 40 * m))
+    for name, M in (("x1", 6), ("x8", 48)):
+        T, H, d = 2**15 if big else 2**11, 6, 128
+        tokens, inverse = draw("zipf", 65536, (T,), device).unique(return_inverse=True)
+        v, bank_rows, gate = real(T, H, d).to(dtype), real(len(tokens), M, H, d).to(dtype), real(T, H, M + 1)
+        yield ("mix_values", f"MoVE D12 {name} T={T} U={len(tokens)} M={M}", lambda v, r, g: mix_values(v, r, inverse, g),
+               lambda v, r, g: naive_mix(v, r, inverse, g), "gather, sum", (v, bank_rows, gate),
+               3 * bank_rows.nbytes + 5 * v.nbytes + 3 * gate.nbytes)
+
+
+def training_step(way, indices, weights, x, table):
+    """-> a function: forward, backward and optimizer step of one memory table."""
+    ours, sparse = way.startswith("ours"), way.endswith("SparseAdam")
+    optimizer = torch.optim.SparseAdam([table]) if sparse else torch.optim.AdamW([table], fused=True)
+    if ours and sparse:
+        keep_coalesced(table)
+
+    def step():
+        w = weights.clone().requires_grad_()
+        y = gather_sum(table, indices, w, sparse_grad=sparse) if ours else F.embedding_bag(
+            indices, table, mode="sum", per_sample_weights=w, sparse=sparse)
+        y.backward(x)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+def benchmark(argv):
+    options = dict(argument.removeprefix("--").partition("=")[::2] for argument in argv)
+    require(set(options) <= {"json", "quick"}, f"python kernels.py [--json=PATH] [--quick], not {' '.join(argv)}")
+    device, quick = "cuda" if torch.cuda.is_available() else "cpu", "quick" in options
+    rounds, libc = 5 if quick else 15, ctypes.CDLL(None)
+    keep = device == "cpu" and hasattr(libc, "mallopt")  # or glibc returns large tensors to the system and faults them in again
+    if keep:                                             # for both sides; M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1), libc.mallopt(-2, 2**28)
+    a, b = torch.randn(2, 2**26 if device == "cuda" else 2**25, device=device)
+    copy = 2 * a.nbytes / medians([lambda: b.copy_(a)], device, rounds)[0]             # bytes per ms
+    report = dict(device=torch.cuda.get_device_name() if device == "cuda" else "cpu", threads=torch.get_num_threads(),
+                  torch=torch.__version__, triton=getattr(triton, "__version__", None), malloc_keeps=keep,
+                  path="triton" if use_triton(a) else "torch", copy_gb_per_s=round(copy / 1e6, 1), operations=[], steps=[])
+    print(", ".join(f"{key} {value}" for key, value in list(report.items())[:7]), "\n")
+    print(f"{'':74}{'ours: fwd':>11}{'bwd':>9}{'of copy':>9}{'theirs:':>16}{'fwd':>9}{'bwd ms':>9}{'ratio':>8}")
+    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
+        for op, size, ours, theirs, name, inputs, must_move in cases(device, dtype, quick):
+            calls = []
+            for function in filter(None, (ours, theirs)):
+                leaves = [t.requires_grad_() for t in inputs]
+                y = function(*leaves)
+                backward = functools.partial(torch.autograd.grad, y, leaves, torch.randn_like(y), retain_graph=True)
+                calls += [functools.partial(function, *leaves), backward if leaves else lambda: None]
+            fwd, bwd, *peer = *medians(calls, device, rounds), *[math.nan] * (4 - len(calls))
+            ratio, of_copy = sum(peer) / (fwd + bwd), must_move / (fwd + bwd) / copy
+            report["operations"].append(dict(op=op, size=size, dtype=str(dtype), fwd_ms=fwd, bwd_ms=bwd, of_copy=of_copy,
+                                             peer=name, peer_fwd_ms=peer[0], peer_bwd_ms=peer[1], ratio=ratio))
+            print(f"{op:16} {size:50} {'bf16' if dtype.itemsize == 2 else 'fp32':6}{fwd:11.3f}{bwd:9.3f}{of_copy:9.0%}"
+                  f"{name:>16}{peer[0]:9.3f}{peer[1]:9.3f}{ratio:7.1f}x", flush=True)
+    ways = ["ours + SparseAdam", "embedding_bag + SparseAdam", "ours + fused AdamW", "embedding_bag + fused AdamW"]
+    print("\nforward + backward + optimizer in ms, 65,536 retrievals from (N, 64)\n" + f"{'':34}" + "".join(f"{way:>29}" for way in ways))
+    for N, kind in itertools.product((2**18, 2**20, 2**22)[:2 if quick else 3], ("uniform", "zipf")):
+        indices = draw(kind, N, (2**14, 4), device)
+        data = indices, torch.randn(2**14, 4, device=device), torch.randn(2**14, 64, device=device)
+        row = dict(N=N, indices=kind, rows=indices.unique().numel())
+        for way in ways:                                                              # one after the other: 4 GB a way at the largest N
+            table = torch.nn.Parameter(torch.randn(N, 64, device=device))
+            row[way], = medians([training_step(way, *data, table)], device, rounds)
+        report["steps"].append(row)
+        print(f"N={N:<8} {kind:8} {row['rows']:6} rows  " + "".join(f"{row[way]:29.1f}" for way in ways), flush=True)
+    if "json" in options:
+        with open(options["json"], "w") as f:
+            json.dump(report, f, indent=1)
+
+
+if __name__ == "__main__":
+    benchmark(sys.argv[1:])

@@ -120,7 +120,7 @@ def test_kernels_tucker_topk_gradients():
 # What the three sums must survive, as (N, d, P, k, H, n_blocks). C = 32 positions make a window, so "hot" and "runs" cross several.
 SUMS = {
     "plain": (20, 6, 10, 3, 1, 1), "k=1": (9, 4, 7, 1, 1, 1), "k=N": (6, 4, 5, 6, 1, 1), "odd d": (7, 3, 9, 4, 1, 1), "P=0": (5, 8, 0, 3, 2, 1),
-    "hot": (1, 8, 60, 4, 1, 1), "runs": (3, 8, 50, 5, 1, 1), "one window": (2, 4, 16, 2, 1, 1), "slices": (9, 6, 7, 4, 3, 1), "blocks": (5, 3, 8, 4, 1, 3),
+    "hot": (1, 4, 60, 4, 1, 1), "runs": (3, 8, 50, 5, 1, 1), "one window": (2, 4, 16, 2, 1, 1), "slices": (9, 6, 7, 4, 3, 1), "blocks": (5, 3, 8, 4, 1, 3),
     "blocks, slices": (4, 6, 9, 4, 2, 2), "wide": (12, 300, 6, 3, 1, 1),
 }
 
@@ -202,6 +202,24 @@ def test_kernels_sums_take_non_contiguous_inputs_mixed_dtypes_and_frozen_tables(
     y = kernels.gather_sum(table, indices, weights.requires_grad_())                                    # only what is asked for is computed
     y.sum().backward()
     assert table.grad is None and weights.grad is not None
+
+
+def test_kernels_a_row_hit_by_every_query_is_split_and_merged(backend):
+    indices, grad = torch.ones(300, 4, dtype=torch.long), torch.randn(300, 3, generator=torch.Generator().manual_seed(0))
+    indices[:10], indices[-2:] = 0, 2                                                                   # 38 windows; 32 are merged at a time
+    _, sums = kernels.row_sums(grad, indices, torch.ones(300, 4, 1), None, 1, None, 4, torch.float32, False)
+    torch.testing.assert_close(sums, 4 * torch.stack([grad[:10].sum(0), grad[10:-2].sum(0), grad[-2:].sum(0), torch.zeros(3)]), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_dots_with_a_table_beyond_the_cache(monkeypatch):
+    monkeypatch.setattr(kernels, "BACKEND", "torch")
+    g = torch.Generator().manual_seed(0)
+    table, indices, blocks = torch.randn(50, 6, generator=g), torch.randint(50, (4100, 5), generator=g), torch.randint(2, (4100, 5), generator=g)
+    for rest in ((torch.randn(8200, 6, generator=g), blocks, 2, 3, torch.float32), (torch.randn(4100, 6, generator=g), None, 1, 1, torch.float32)):
+        monkeypatch.setattr(kernels, "OUT_OF_CACHE", 2**22)
+        at_once = kernels.gather_dot_torch(table, indices, *rest)
+        monkeypatch.setattr(kernels, "OUT_OF_CACHE", 0)                                                 # in chunks, rows fetched first
+        torch.testing.assert_close(kernels.gather_dot_torch(table, indices, *rest), at_once)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -320,6 +338,20 @@ def test_kernels_row_sparse_step_equals_dense_adam_on_the_touched_rows():
     torch.testing.assert_close(*results, rtol=0, atol=1e-4)                                              # of a step of 0.1; the two place eps differently
 
 
+def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
+    table, indices, weights, *_ = sum_inputs("plain", torch.float32)
+    p, q = torch.nn.Parameter(table.clone()), torch.nn.Parameter(table.clone())
+    kernels.keep_coalesced(p)
+    for micro_batch in range(3):
+        kernels.gather_sum(p, indices, weights, sparse_grad=True).square().sum().backward()
+        kernels.gather_sum(q, indices, weights).square().sum().backward()
+        assert p.grad.is_coalesced() and p.grad.indices()[0].tolist() == indices.unique().tolist()
+        torch.testing.assert_close(p.grad.to_dense(), q.grad)
+    p.grad = None
+    torch.nn.functional.embedding(torch.tensor([5, 2, 5]), p, sparse=True).sum().backward()              # leaves equal rows
+    assert p.grad.is_coalesced() and p.grad.indices()[0].tolist() == [2, 5] and p.grad.values()[:, 0].tolist() == [1, 2]
+
+
 def operator_calls():
     table, indices, weights, blocks, n_blocks, x = sum_inputs("blocks, slices", torch.float32)
     order, grad = kernels.sort_indices(indices), torch.randn(len(x) * n_blocks, 6)
@@ -388,7 +420,6 @@ def test_kernels_row_sparse_gradients_are_one_graph_break():
     (lambda t, i, w, x: kernels.gather_sum(t, i, w, i[:2], 2), "blocks must be"),
     (lambda t, i, w, x: kernels.gather_sum(t, i, w, None, 2), "n_blocks goes with blocks"),
     (lambda t, i, w, x: kernels.gather_sum(t, i, w, order=i), "order must be"),
-    (lambda t, i, w, x: kernels.gather_sum(t.to("meta"), i, w), "one device.*table.*meta"),
     (lambda t, i, w, x: kernels.gather_dot(t, i, x[:, :3]), "x must be .P, d. = .10, 6."),
     (lambda t, i, w, x: kernels.product_key_topk(x, x[:3], 2), "s_row and s_col must both"),
     (lambda t, i, w, x: kernels.product_key_topk(x, x, 37), "k must lie in"),
@@ -431,6 +462,50 @@ def test_kernels_dispatch_rule(monkeypatch):
     monkeypatch.setattr(kernels, "BACKEND", "cuda")
     with pytest.raises(ValueError, match="NANOMEM_KERNELS='cuda'"):
         kernels.use_triton(t)
+
+
+COMPILE_FOR_HOPPER = """
+import re, torch, triton, kernels
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+compiled = set()
+
+def compile_only(kernel, grid):
+    def launch(*args, **options):
+        fixed = {(i,): a for i, (a, p) in enumerate(zip(args, kernel.params)) if p.is_constexpr or a is None}
+        kinds = ["constexpr" if (i,) in fixed else TYPES[a.dtype] if isinstance(a, torch.Tensor) else "i32" for i, a in enumerate(args)]
+        source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), fixed)
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        assert not re.search(r"\\b(atom|red)\\.", ptx), "an atomic operation"
+        compiled.add(kernel.__name__)
+    return launch
+
+triton.runtime.jit.JITFunction.__getitem__ = compile_only
+kernels.BACKEND = "triton"
+x, w, s, i = torch.randn(9, 96), torch.randn(9, 4, 2), torch.randn(9, 20), torch.zeros(9, 4, dtype=torch.long)
+for table in (torch.randn(30, 96), torch.randn(30, 96).bfloat16()):
+    kernels.gather_sum(table.requires_grad_(), i, w.requires_grad_()).sum().backward()
+    kernels.gather_sum(table, i.int(), w, i, 3).sum().backward()
+    kernels.mix_values(x.view(9, 2, 48), table.view(10, 3, 96), i[:, 0], w.mT).sum().backward()
+for fused in (False, True):
+    kernels.product_key_search(s, s, 5, fused)
+kernels.scatter_scores(s, torch.zeros(9, 20, dtype=torch.long), 40)
+t = torch.randn(3, 2, 2, 20)
+kernels.tucker_search(t, t, torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2, 2), 6, 5)
+print(*sorted(compiled))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(kernels.triton is None, reason="no Triton here")
+def test_kernels_compile_for_hopper_without_a_gpu_and_without_atomics():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["gather_dot_kernel", "gather_sum_kernel", "merge_kernel", "product_key_kernel", "row_sums_kernel",
+                                   "scatter_scores_kernel", "tucker_kernel"]
+
 
 # ================================================================ every model: the generic block
 
