@@ -41,7 +41,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import gather_rows, mix_values
+from kernels import gather_rows, mix_order, mix_values
 
 
 @dataclass
@@ -259,10 +259,10 @@ class MoVE(nn.Module):
 
     def forward(self, x, v, reading):
         """x (B, T, d) the normed hidden state that W_V saw too; v (B, T, H_kv, d_h) -> V_S, of v's shape."""
-        inverse, rows = reading.inverse, reading.rows                                    # (B*T,), (U, M, d_kv)
         B, T, H, d_h = v.shape
-        gate = 2 * torch.sigmoid(self.W_G(x)).view(B * T, H, self.n_gates)               # eq. 3
-        return mix_values(v.reshape(B * T, H, d_h), rows, inverse, gate, self.gate_v).view(B, T, H, d_h)   # eq. 4
+        gate = 2 * torch.sigmoid(self.W_G(x)).view(B * T, H, self.n_gates)                                   # eq. 3
+        v_s = mix_values(v.reshape(B * T, H, d_h), reading.rows, reading.inverse, gate, self.gate_v, reading.order)   # eq. 4
+        return v_s.view(B, T, H, d_h)
 
 
 class Reading(NamedTuple):
@@ -270,6 +270,7 @@ class Reading(NamedTuple):
     distinct: torch.Tensor                                     # (U,) the batch's token ids, sorted, each once
     inverse: torch.Tensor                                      # (B*T,) position of each token's id in `distinct`
     rows: torch.Tensor                                         # (U, M, d_kv) what the bank holds for them
+    order: torch.Tensor                                        # (B*T*M,) the uses of each row together: sorted once for all layers
 
 
 MEMORIES = {"move": MoVE}                                      # LaVE joins below the fold
@@ -334,7 +335,8 @@ class Model(nn.Module):
         if self.config.memory == "none":
             return None
         distinct, inverse = torch.unique(idx.reshape(-1), return_inverse=True)
-        return Reading(distinct, inverse, self.bank(distinct) if self.bank is not None else None)
+        order = mix_order(inverse, self.config.slots) if torch.is_grad_enabled() else None
+        return Reading(distinct, inverse, self.bank(distinct) if self.bank is not None else None, order)
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean cross-entropy in nats).

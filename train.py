@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import prepare_fineweb
-from kernels import average_sparse, clip_grads, tune_cpu
+from kernels import average_sparse, clip_grads, keep_coalesced, tune_cpu
 from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta, load_token_bytes
 from sample import generate, load_checkpoint, plot_losses, write_checkpoint
 
@@ -209,6 +209,8 @@ def build_optimizers(net):
     betas, kinds = (config["beta1"], config["beta2"]), {"adamw": [], "muon": [], "sparse": []}
     for group in net.param_groups(config["optimizer"], config["learning_rate"], config["weight_decay"]):
         kinds[group["kind"]].append(dict(group, base_lr=group["lr"], base_decay=group["weight_decay"]))
+    for p in [p for group in kinds["sparse"] for p in group["params"]]:
+        keep_coalesced(p)
     makers = {"adamw": lambda groups: torch.optim.AdamW(groups, betas=betas, fused=config["device"] != "mps"),
               "muon": lambda groups: torch.optim.Muon(groups, momentum=0.95, nesterov=True),
               "sparse": lambda groups: torch.optim.SparseAdam(groups, betas=betas)}
@@ -292,9 +294,8 @@ def schedule_factor(step):
 def train_step(net, params, optimizers, x, y, step, want_norm=False):
     """One update from the batch (x, y). Returns the loss and, if wanted or clipped, the gradient norm, as tensors."""
     loss = forward_backward(net, x, y)
-    for p in params:
-        if p.grad is not None and p.grad.is_sparse:
-            p.grad = average_sparse(p.grad.coalesce()) if world > 1 else p.grad.coalesce()
+    for p in [p for p in params if world > 1 and p.grad is not None and p.grad.is_sparse]:
+        p.grad = average_sparse(p.grad)
     norm = clip_grads(params, config["grad_clip"]) if want_norm or config["grad_clip"] else None
     factor = schedule_factor(step)
     for o in optimizers:
