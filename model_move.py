@@ -27,9 +27,7 @@ What to compare it with (below the fold): LaVE, a private table of value embeddi
 both of them inside Multi-head Latent Attention (eq. 7). The backbone is nanochat's of January 2026: no norm weights,
 rotary embeddings, norm of queries and keys, relu^2, untied embeddings, soft-capped logits.
 
-    python train.py --model=move --depth=4                         # x1: M = L/2 slots a token
-    python train.py --model=move --depth=4 --memory_scale=4        # x4
-    python train.py --model=move --depth=4 --dense=True            # the same model without a memory
+    python train.py --model=move --depth=4 --memory_scale=4        # x4; --dense=True: the same model without a memory
 """
 import math
 import zlib
