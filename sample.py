@@ -283,7 +283,7 @@ def draw(path, panels, axes, gate_v):
     plots, images = fig.subplots(len(panels), len(panels[0]), squeeze=False), {}
     for plot, (title, grid, (cmap, low, high)) in zip(plots.flat, (panel for row in panels for panel in row)):
         rows, columns = grid.shape
-        image = plot.imshow(grid, cmap=cmap, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+        image = plot.imshow(grid.numpy(), cmap=cmap, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
         images.setdefault(cmap, (image, set()))[1].add(plot)
         plot.set(title=title, xticks=range(0, columns, max(1, columns // 8)), yticks=range(0, rows, max(1, rows // 8)))
         if gate_v:

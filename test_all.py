@@ -4,6 +4,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")    # before kernels.py is imported: the Triton kernels run on CPU tensors
 import functools
 import importlib
+import io
 import json
 import math
 import random
@@ -1444,7 +1445,6 @@ def test_move_config_errors(fields, message):
         model_move.Config(**{**dict(n_layer=2, n_head=4, n_embd=64, vocab_size=61), **fields})
 
 
-# ================================================================ sample.py
 
 # ================================================================ train.py
 
@@ -1718,6 +1718,134 @@ def test_layers_of_the_code_base():
         assert path.stem in allowed or path.stem.startswith("model_")
         if path.stem.startswith("model_"):
             assert imports <= {"torch", "kernels"} | sys.stdlib_module_names, (path, imports)
+
+
+# ================================================================ sample.py
+
+import sample
+
+PROMPT = "the memory of a "
+
+
+@pytest.fixture(scope="module")
+def trained(text_folder, tmp_path_factory):
+    """A byte-level MoVE that has seen a little text, and its run folder."""
+    out = tmp_path_factory.mktemp("trained")
+    train(*TINY, "--depth=2", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=40", "--memory_scale=2")   # layer 1 sees context
+    return out
+
+
+def run_sample(*flags, stdin=""):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        sample.main([str(f) for f in flags])
+
+
+@pytest.mark.parametrize("name, switches", CASES)
+def test_cached_generation_equals_full_recomputation(name, switches):
+    """Also past the context (16): its last half is read again."""
+    model, idx = make(name, **switches).eval(), some_tokens(3, 5)
+    cached, plain = (torch.stack(list(sample.generate(model, idx, 30, temperature=0, cached=c))) for c in (True, False))
+    assert torch.equal(cached, plain) and cached.shape == (30, 3)
+    again = [torch.stack(list(sample.generate(model, idx, 9, generator=torch.Generator().manual_seed(s)))) for s in (1, 1, 2)]
+    assert torch.equal(again[0], again[1]) and not torch.equal(again[0], again[2])
+
+
+def test_top_k_top_p_and_temperature():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
+    draw = lambda *how: torch.bincount(sample.choose(logits, *how, torch.Generator().manual_seed(0)), minlength=4) / 4000
+    close = lambda got, want: torch.testing.assert_close(got, torch.tensor(want), atol=0.03, rtol=0)
+    close(draw(1.0, 0, 0.0), [0.5, 0.3, 0.15, 0.05])
+    close(draw(1.0, 2, 0.0), [0.625, 0.375, 0.0, 0.0])
+    close(draw(1.0, 0, 0.7), [0.625, 0.375, 0.0, 0.0])         # the token that crosses 0.7 stays
+    close(draw(0.5, 0, 0.0), [0.685, 0.247, 0.062, 0.007])     # squared and normalised
+    close(draw(0, 0, 0.0), [1.0, 0.0, 0.0, 0.0])
+
+
+def test_score_and_answer_greedy_against_one_at_a_time():
+    model = make().eval()
+    prompts, answers = [[1, 2, 3], [4], [5, 6]], [[7], [8, 9, 10], [11, 12]]
+    got = sample.score(model, prompts, answers, batch_size=2)
+    for p, a, s in zip(prompts, answers, got):
+        logp = F.log_softmax(model(torch.tensor([p + a]))[0][0], -1)
+        want = sum(logp[len(p) + i - 1, token] for i, token in enumerate(a))
+        assert s.item() == pytest.approx(want.item(), abs=1e-4)
+    eot = next(iter(sample.generate(model, torch.tensor([[4]]), 1, temperature=0))).item()                  # its first token ends the second
+    alone = [[t.item() for t in sample.generate(model, torch.tensor([p]), 6, temperature=0)] for p in prompts]
+    want = [row[:row.index(eot)] if eot in row else row for row in alone]
+    assert sample.answer_greedy(model, prompts, 6, eot) == want and want[1] == []
+
+
+def test_text_comes_as_soon_as_its_bytes_are_whole():
+    tok = prepare_fineweb.get_tokenizer("bytes")
+    pieces = list(sample.text_pieces(tok, [*"aé€".encode(), 0xC3]))
+    assert pieces == ["a", "", "é", "", "", "€", "", "\ufffd"]
+
+
+def test_sample_writes_text(trained, capsys):
+    run_sample(f"--out_dir={trained}", f"--prompt={PROMPT}", "--num_samples=2", "--max_new_tokens=40", "--temperature=0")
+    first, second = capsys.readouterr().out.split("---------------\n")
+    assert first == second and first.startswith(PROMPT) and len(first) >= len(PROMPT) + 40
+    run_sample(f"--out_dir={trained / 'ckpt.pt'}", "--prompt=-", "--num_samples=1", "--max_new_tokens=40", "--temperature=0", stdin=PROMPT + "\n")
+    assert capsys.readouterr().out == first
+    run_sample(f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=5")                             # from nothing
+    run_sample(f"--out_dir={trained}", "--bench=True")
+    table = capsys.readouterr().out.splitlines()
+    assert len([line for line in table if re.match(r" +[18] +\d+ +[\d.]+ \| ", line)]) == 6
+
+
+def test_inspect_draws_gates(trained, capsys):
+    run_sample(f"--out_dir={trained}", "--inspect=True", f"--prompt={PROMPT[:-1]}", "--words=memory,a")
+    text = capsys.readouterr().out
+    assert "gates, memory: layer by slot" in text and (trained / "inspect_gates.png").read_bytes()[:4] == b"\x89PNG"
+    model, tok, _ = sample.load_model(trained, "cpu")
+    ids = [tok.eot] + tok.encode(PROMPT)
+    assert [ids[n] for n in sample.word_tokens(tok, ids, "memory")] == list(b"memory")
+    grid, axes, gate_v = sample.look(model, tok, PROMPT, "memory")["gates"]
+    gates = model.inspect(torch.tensor([ids]))["gates"][0]                                                  # (L, T, H, M+1)
+    torch.testing.assert_close(grid, gates[:, 5:11].mean((1, 2)))
+    assert axes == ["layer", "slot"] and gate_v == 1
+
+
+def test_words_json_is_appendix_b():
+    words = json.loads((ROOT / "experiments/words.json").read_text())
+    assert sorted(words) == sorted("bank crane bat date watch block brilliant cold".split())
+    for word, lengths in words.items():
+        counts = {length: [len(text.split()) for text in three] for length, three in lengths.items()}
+        assert all(len(three) == 3 for three in lengths.values()) and max(counts["short"]) < 10 < min(counts["medium"]) and min(counts["long"]) > 60
+        assert all(re.search(rf"\b{word}\W*$", text) for three in lengths.values() for text in three), "the word comes last: a gate sees what is to its left"
+
+
+def test_inspect_a_word_of_appendix_b(trained, capsys, monkeypatch):
+    short = {"cold": {length: ["The ice is cold", "Snow is cold", "Her answer was cold"] for length in ("short", "medium", "long")}}
+    monkeypatch.setattr(sample.json, "loads", lambda text, loads=json.loads: short if "crane" in text else loads(text))
+    run_sample(f"--out_dir={trained}", "--inspect=True", "--words=cold")
+    lines = capsys.readouterr().out.splitlines()
+    rows = [list(map(float, re.findall(r"[\d.]+", line))) for line in lines if re.match("  (short|medium|long) ", line)]
+    assert len(rows) == 3 and rows[0] == rows[1] and 0 < max(rows[0]) <= 1 and (trained / "inspect_gates_cold.png").exists()
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--prompt=" + "long " * 20], "the prompt has 101 tokens, the model's context \\(block_size\\) is 32"), (["--tempereture=1"], "temperature"),
+    (["--temperature=-1"], "temperature=-1"), (["--top_p=1.5"], "top_p=1.5"), (["--num_samples=0"], "num_samples=0"), (["--inspect=True"], "goes with a text"),
+    (["--inspect=True", "--words=window"], "no texts for 'window', only for bank"), (["--inspect=True", "--prompt=no such", "--words=bank"], "there is no 'bank'"),
+    (["somewhere"], "what is 'somewhere'"), (["--out_dir=nowhere"], "no checkpoint nowhere"), (["--dtype=int8"], "dtype=int8"), (["--device=abacus"], "device=abacus"),
+    (["--words=bank"], "goes with a text"),
+])
+def test_sample_bad_flags(flags, message, trained):
+    with pytest.raises(ConfigError, match=message):
+        run_sample(f"--out_dir={trained}", *flags)
+
+
+def test_checkpoints_that_no_longer_fit(trained, tmp_path):
+    ckpt = torch.load(trained / "ckpt.pt", weights_only=True)
+    for change, message in ((dict(config={**ckpt["config"], "model": "gone"}), "there is no model_gone.py"),
+                            (dict(model_config={**ckpt["model_config"], "n_embd": 128}), "does not fit model_move.py.*embed.weight"),
+                            (dict(model_config={**ckpt["model_config"], "new_knob": 1}), "new_knob"),
+                            (dict(data={**ckpt["data"], "tokenizer": "bpe", "folder": "gone"}), "needs the tokenizer.json of its data folder gone")):
+        torch.save({**ckpt, **change}, tmp_path / "ckpt.pt")
+        with pytest.raises(ConfigError, match=message):
+            sample.load_model(tmp_path, "cpu")
 
 
 # ================================================================ experiments/
