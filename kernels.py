@@ -780,18 +780,74 @@ def average_sparse(grad):
 
 
 # ================================================================ training on a CPU
+# There a step waits for memory. These three have the gradients that torch gives them, from half as many passes over the activations; on a
+# GPU torch.compile fuses the plain expressions.
 
-def tune_cpu():
-    """Two settings of the process without which training on a CPU is slow: glibc keeps freed memory instead of faulting it in again
-    every step, and torch.optim.Muon computes in fp32, since a CPU without bf16 instructions is a hundred times slower in bf16."""
-    if platform.libc_ver()[0] == "glibc":
-        for option, value in ((-3, 1 << 30), (-1, 2 ** 31 - 1), (-2, 1 << 28)):     # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(option, value)
-    torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + torch.finfo(x.dtype).eps).rsqrt()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors                                                  # dx = scale * (grad - y * mean(grad * y))
+        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
+
+
+class ReLUSquared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        r = x.relu()
+        ctx.save_for_backward(r)
+        return r * r
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad * ctx.saved_tensors[0]).mul_(2)
+
+
+class ScaledSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, x, b, y):
+        ctx.save_for_backward(a, x, b, y)
+        return (x * a).addcmul_(y, b)
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, x, b, y = ctx.saved_tensors
+        g = grad.reshape(-1)
+        return torch.dot(g, x.reshape(-1)), grad * a, torch.dot(g, y.reshape(-1)), grad * b
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis, as F.rms_norm has it, eps included."""
+    return RMSNorm.apply(x) if x.device.type == "cpu" else F.rms_norm(x, (x.size(-1),))
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return ReLUSquared.apply(x) if x.device.type == "cpu" else F.relu(x).square()
+
+
+def scaled_sum(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    """a*x + b*y for two scalars a, b and two tensors of one shape and dtype."""
+    return ScaledSum.apply(a, x, b, y) if x.device.type == "cpu" else a * x + b * y
+
+
+def keep_freed_memory() -> bool:
+    """glibc returns large tensors to the system and faults them in again in every step: tell it not to. False without glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    for option, value in ((-3, 2**30), (-1, 2**31 - 1), (-2, 2**28)):                  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        ctypes.CDLL(None).mallopt(option, value)
+    return True
 
 
 def newton_schulz_fp32(G, coefficients, steps, eps):
-    """Muon's orthogonalisation of a gradient G (rows, columns), step for step as torch.optim has it, but in fp32."""
+    """Muon's orthogonalisation of a gradient G (rows, columns), step for step as torch.optim has it, but in fp32: a CPU without bf16
+    instructions is a hundred times slower in bf16."""
     a, b, c = coefficients
     X = G.T if G.size(0) > G.size(1) else G
     X = X / X.norm().clamp(min=eps)
@@ -799,6 +855,12 @@ def newton_schulz_fp32(G, coefficients, steps, eps):
         A = X @ X.T
         X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
     return X.T if G.size(0) > G.size(1) else X
+
+
+def tune_cpu():
+    """Settings of this process without which training on a CPU is slow."""
+    keep_freed_memory()
+    torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
 
 
 # ================================================================ benchmark: python kernels.py
@@ -893,10 +955,7 @@ def benchmark(argv):
     options = dict(argument.removeprefix("--").partition("=")[::2] for argument in argv)
     require(set(options) <= {"json", "quick"}, f"python kernels.py [--json=PATH] [--quick], not {' '.join(argv)}")
     device, quick = "cuda" if torch.cuda.is_available() else "cpu", "quick" in options
-    rounds, libc = 5 if quick else 15, ctypes.CDLL(None)
-    keep = device == "cpu" and hasattr(libc, "mallopt")  # or glibc returns large tensors to the system and faults them in again
-    if keep:                                             # for both sides; M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-        libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1), libc.mallopt(-2, 2**28)
+    rounds, keep = 5 if quick else 15, device == "cpu" and keep_freed_memory()         # for both sides
     a, b = torch.randn(2, 2**26 if device == "cuda" else 2**25, device=device)
     copy = 2 * a.nbytes / medians([lambda: b.copy_(a)], device, rounds)[0]             # bytes per ms
     report = dict(device=torch.cuda.get_device_name() if device == "cuda" else "cpu", threads=torch.get_num_threads(),

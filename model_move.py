@@ -39,7 +39,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import gather_rows, mix_order, mix_values
+from kernels import gather_rows, mix_order, mix_values, relu_squared, rms_norm, scaled_sum
 
 
 @dataclass
@@ -127,26 +127,6 @@ RECIPE = {                        # train.py's settings; the paper's (nanochat's
 
 # ---------------------------------------------------------------- the backbone: nanochat, January 2026
 
-class NormOnCPU(torch.autograd.Function):
-    """RMS norm in three passes over memory, and three back; F.rms_norm is a dozen there, and a step has 26 norms at 6 layers."""
-
-    @staticmethod
-    def forward(ctx, x):
-        scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1) + torch.finfo(x.dtype).eps).rsqrt()
-        y = x * scale
-        ctx.save_for_backward(y, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        y, scale = ctx.saved_tensors                           # dx = scale * (grad - y * mean(grad * y))
-        return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
-
-
-def norm(x):
-    return NormOnCPU.apply(x) if x.device.type == "cpu" else F.rms_norm(x, (x.size(-1),))   # no learnable weight
-
-
 def rotary_tables(start, length, dim, device):
     """cos and signed sin of positions start .. start+length-1, (length, 1, dim) fp32; base 10,000."""
     theta = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
@@ -210,7 +190,7 @@ class Attention(nn.Module):
         v = self.W_V(x).view(B, T, self.n_kv_head, -1)
         if self.memory is not None:
             v = self.memory(x, v, reading)                     # V_S                             eq. 4
-        q, k = norm(rotate(q, rotary)), norm(rotate(k, rotary))
+        q, k = rms_norm(rotate(q, rotary)), rms_norm(rotate(k, rotary))
         if cache is not None:
             k, v = cache.append((self.layer, "k"), k), cache.append((self.layer, "v"), v)
         return self.W_O(attend(q, k, v))
@@ -223,8 +203,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        h = F.relu(self.up(x), inplace=True)
-        return self.down(h * h)
+        return self.down(relu_squared(self.up(x)))
 
 
 # ================================================================ the idea ================================================================
@@ -292,8 +271,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, rotary, reading, cache):
-        x = x + self.attn(norm(x), rotary, reading, cache)
-        return x + self.mlp(norm(x))
+        x = x + self.attn(rms_norm(x), rotary, reading, cache)
+        return x + self.mlp(rms_norm(x))
 
 
 class Model(nn.Module):
@@ -342,10 +321,10 @@ class Model(nn.Module):
         start = 0 if cache is None else cache.pos
         rotary = rotary_tables(start, idx.size(1), self.config.head_dim, idx.device)
         reading = self.read(idx)
-        x0 = x = norm(self.embed(idx))                         # (B, T, d)
+        x0 = x = rms_norm(self.embed(idx))                         # (B, T, d)
         for block, resid, skip in zip(self.blocks, self.resid_lambda, self.x0_lambda):
-            x = block(resid * x + skip * x0, rotary, reading, cache)
-        x = norm(x)
+            x = block(scaled_sum(resid, x, skip, x0), rotary, reading, cache)
+        x = rms_norm(x)
         if targets is not None:
             return None, self.loss(x, targets)
         if cache is not None:
@@ -451,14 +430,14 @@ class LatentAttention(nn.Module):
 
     def forward(self, x, rotary, reading, cache=None):
         B, T, d = x.shape
-        q = norm(rotate(self.W_Q(x).view(B, T, self.n_head, -1), rotary))                # (B, T, H, d_h)
+        q = rms_norm(rotate(self.W_Q(x).view(B, T, self.n_head, -1), rotary))                # (B, T, H, d_h)
         c = self.W_DKV(x)                                                                # (B, T, d_c)
         if self.memory is not None:
             c = self.memory(x, c.view(B, T, self.n_kv_head, -1), reading).view(B, T, -1) # c_S   eq. 7
         if cache is not None:
             c = cache.append((self.layer, "c"), c)                                       # (B, S, d_c)
             rotary = rotary_tables(0, c.size(1), d // self.n_head, x.device)             # keys are rebuilt from position 0 on
-        k = norm(rotate(self.W_UK(c).view(B, c.size(1), self.n_head, -1), rotary))       # (B, S, H, d_h)
+        k = rms_norm(rotate(self.W_UK(c).view(B, c.size(1), self.n_head, -1), rotary))       # (B, S, H, d_h)
         v = self.W_UV(c).view(B, c.size(1), self.n_head, -1)
         return self.W_O(attend(q, k, v))
 

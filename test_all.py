@@ -1089,6 +1089,31 @@ def test_kernels_compile_for_hopper_without_a_gpu_and_without_atomics():
                                    "scatter_scores_kernel", "tucker_kernel"]
 
 
+def test_cpu_operations_equal_torch_and_their_gradients():
+    x, y, a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5, 8), (3, 5, 8), (), ()))
+    for ours, theirs, inputs in ((kernels.rms_norm, lambda x: F.rms_norm(x, (8,)), (x,)), (kernels.relu_squared, lambda x: F.relu(x).square(), (x,)),
+                                 (kernels.scaled_sum, lambda a, x, b, y: a * x + b * y, (a, x, b, y))):
+        torch.testing.assert_close(ours(*inputs), theirs(*inputs))
+        assert torch.autograd.gradcheck(ours, inputs)
+    assert (kernels.rms_norm(torch.zeros(2, 8)) == 0).all()
+
+
+def test_newton_schulz_is_torchs():
+    from torch.optim import _muon
+    kernels.tune_cpu()
+    for shape in ((16, 40), (40, 16)):
+        G = torch.randn(shape)
+        X = kernels.newton_schulz_fp32(G, (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), 5, 1e-7)
+        assert X.shape == shape and 0.4 < torch.linalg.svdvals(X).min() and torch.linalg.svdvals(X).max() < 1.3
+        # its singular vectors are G's: five steps of one odd polynomial on the singular values
+        U, S, V = torch.linalg.svd(G.double(), full_matrices=False)
+        S = S / S.norm()
+        for _ in range(5):
+            S = _muon.DEFAULT_A * S + _muon.DEFAULT_B * S**3 + _muon.DEFAULT_C * S**5
+        torch.testing.assert_close(X.double(), U @ S.diag() @ V, atol=1e-4, rtol=1e-4)
+    assert _muon._zeropower_via_newtonschulz is kernels.newton_schulz_fp32
+
+
 # ================================================================ every model: the generic block
 
 VARIANTS = {                                                   # every model file's main switches, at a size that trains in milliseconds
@@ -1310,12 +1335,6 @@ def test_move_equals_its_equations_written_as_loops(switches):
     model, idx = make(dtype=torch.float64, **switches), some_tokens(2, 7)
     with torch.no_grad():
         torch.testing.assert_close(model(idx)[0].double(), slow_move(model, idx), atol=2e-5, rtol=1e-5)
-
-
-def test_norm_on_cpu_is_rms_norm():
-    x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(model_move.norm(x), F.rms_norm(x, (8,)))
-    assert torch.autograd.gradcheck(model_move.norm, x) and (model_move.norm(torch.zeros(2, 8)) == 0).all()
 
 
 def test_move_gates_start_at_one():
