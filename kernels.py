@@ -57,6 +57,8 @@ def use_triton(*tensors: Optional[Tensor]) -> bool:
         raise RuntimeError("NANOMEM_KERNELS=triton, but there is no Triton: pip install triton, or unset it")
     if BACKEND == "torch" or triton is None or acc_dtype(*tensors) == torch.float64:
         return False
+    if BACKEND == "triton" and not tensors[0].is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("NANOMEM_KERNELS=triton on CPU tensors needs TRITON_INTERPRET=1, set before kernels.py is imported")
     return BACKEND == "triton" or tensors[0].is_cuda
 
 
@@ -843,7 +845,7 @@ def benchmark(argv):
     options = dict(argument.removeprefix("--").partition("=")[::2] for argument in argv)
     require(set(options) <= {"json", "quick"}, f"python kernels.py [--json=PATH] [--quick], not {' '.join(argv)}")
     device, quick = "cuda" if torch.cuda.is_available() else "cpu", "quick" in options
-    rounds, libc = 5 if quick else 15, ctypes.CDLL(None)
+    rounds, libc = 5 if quick else 15, ctypes.CDLL(None) if sys.platform == "linux" else None
     keep = device == "cpu" and hasattr(libc, "mallopt")  # or glibc returns large tensors to the system and faults them in again
     if keep:                                             # for both sides; M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
         libc.mallopt(-3, 2**30), libc.mallopt(-1, 2**31 - 1), libc.mallopt(-2, 2**28)
