@@ -58,6 +58,8 @@ def use_triton(*tensors: Optional[Tensor]) -> bool:
         raise RuntimeError("NANOMEM_KERNELS=triton, but there is no Triton: pip install triton, or unset it")
     if BACKEND == "torch" or triton is None or acc_dtype(*tensors) == torch.float64:
         return False
+    if BACKEND == "triton" and not tensors[0].is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("NANOMEM_KERNELS=triton on CPU tensors needs TRITON_INTERPRET=1, set before kernels.py is imported")
     return BACKEND == "triton" or tensors[0].is_cuda
 
 

@@ -1038,6 +1038,9 @@ def test_kernels_dispatch_rule(monkeypatch):
     assert not kernels.use_triton(t)                                                                    # CPU tensors take the torch path
     monkeypatch.setattr(kernels, "BACKEND", "triton")
     assert kernels.use_triton(t, None) and not kernels.use_triton(t, t.double())                        # fp64 is the reference's
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="needs TRITON_INTERPRET=1"):
+        kernels.use_triton(t)
     monkeypatch.setattr(kernels, "triton", None)
     with pytest.raises(RuntimeError, match="pip install triton"):
         kernels.use_triton(t)
@@ -1064,7 +1067,7 @@ def compile_only(kernel, grid):
     return launch
 
 triton.runtime.jit.JITFunction.__getitem__ = compile_only
-kernels.BACKEND = "triton"
+kernels.use_triton = lambda *tensors: True
 x, w, s, i = torch.randn(9, 96), torch.randn(9, 4, 2), torch.randn(9, 20), torch.zeros(9, 4, dtype=torch.long)
 for table in (torch.randn(30, 96), torch.randn(30, 96).bfloat16()):
     kernels.gather_sum(table.requires_grad_(), i, w.requires_grad_()).sum().backward()
