@@ -1871,6 +1871,326 @@ def test_checkpoints_that_no_longer_fit(trained, tmp_path):
 
 
 # ================================================================ experiments/
+import io
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+
+from experiments import run as runner
+
+real_plot = runner.plot
+STAND_IN = '''"""Stands in for train.py: leaves a checkpoint and a result, whose score is the one of its seed in --score=1.0:1.1:1.2."""
+import json, os, signal, sys, time
+from pathlib import Path
+args = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
+out = Path(args["out_dir"])
+with open("calls.txt", "a") as file:
+    print(*sys.argv[1:], file=file)
+if args.get("init_from") == "resume":
+    args |= json.loads((out / "ckpt.pt").read_text())
+elif "init_from" in args:
+    args["started"] = json.loads(Path(args["init_from"]).read_text())
+if args.get("fail") == "yes":
+    print("step 1\\nthe gradients broke")
+    sys.exit(3)
+(out / "ckpt.pt").write_text(json.dumps(args))
+if "interrupt" in args:
+    time.sleep(0.3)
+    try:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(30)
+    except KeyboardInterrupt:
+        (out / "ckpt.pt").write_text(json.dumps({**args, "saved": "after Ctrl-C"}))
+    sys.exit(1)
+data = Path(args["dataset"], "meta.json") if "dataset" in args else None
+result = {"model": args["model"], "seed": int(args["seed"]), "val_bpb": float(args["score"].split(":")[int(args["seed"])]),
+          "params": {"total": int(args.get("total", 1000))}, "step_ms": float(args.get("ms", 10)), "device": "cpu", "threads": 1, "tokens": 4096, "torch": "2",
+          "commit": "abc", "data_id": json.loads(data.read_text())["data_id"] if data else "d0", "source_hash": Path("hash.txt").read_text(),
+          "config": {"folder": "private"}, "model_config": {}}
+(out / "result.json").write_text(json.dumps(result))
+'''
+
+
+class AtOnce:
+    """Popen for the stand-in: it runs to its end in this process, which takes no time."""
+
+    def __init__(self, command, *, stdout, **others):
+        argv, sys.argv, self.returncode = sys.argv, command[1:], 0
+        try:
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(compile(Path(command[1]).read_text(), command[1], "exec"), {})
+        except SystemExit as stop:
+            self.returncode = stop.code
+        finally:
+            sys.argv = argv
+            stdout.write(printed.getvalue())
+
+    def poll(self):
+        return self.returncode
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """A root folder of its own, with a stand-in for the trainer, for experiments on a model named toy. No processes, no pictures."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=AtOnce, run=subprocess.run))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(time=time.time, sleep=lambda seconds: None))
+    monkeypatch.setattr(runner, "plot", lambda *arguments: None)
+    (tmp_path / "experiments").mkdir()
+    for file, content in {"train.py": STAND_IN, "kernels.py": "", "model_toy.py": "width = 1\n"}.items():
+        (tmp_path / file).write_text(content)
+    (tmp_path / "hash.txt").write_text(runner.source_hash("toy"))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def experiment(lab, variants, **more):
+    """Write the experiment file of these variants; a name set to None is left out. Returns its path."""
+    names = {"model": "toy", "metric": "val_bpb", "baseline": next(iter(variants), ""), "seeds": 2, "cpu": {"steps": 7}, "variants": variants, **more}
+    path = lab / "experiments" / "toy_table.py"
+    path.write_text('"""A toy."""\n' + "".join(f"{key} = {value!r}\n" for key, value in names.items() if value is not None))
+    return path
+
+
+def calls(lab):
+    """Every start of the stand-in so far, as {key: value} of its flags, with "run" = variant/seed."""
+    lines = (lab / "calls.txt").read_text().splitlines() if (lab / "calls.txt").exists() else []
+    flags = [dict(flag[2:].split("=", 1) for flag in line.split()) for line in lines]
+    return [{**f, "run": "/".join(f["out_dir"].split("/")[-2:])} for f in flags]
+
+
+def report_of(lab):
+    """{first cell: cells} of the table in the results folder."""
+    lines = (lab / "experiments/results/toy_table-cpu.md").read_text().splitlines()
+    return {cells[0]: cells for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| "))}
+
+
+TOYS = {"standard": (dict(score="1.0:1.2:1.1"), .838), "Big x1": (dict(score="0.9:1.0:1.05", total=1500, ms=12), .822), "Big x2": (dict(score="0.8:0.9"), None, 1)}
+
+
+def test_an_experiment_runs_seed_by_seed_and_pairs_by_seed(lab):
+    variants = TOYS | {"tuned": (dict(score="0.7:0.8:0.9", init_from="@standard", cpu=dict(steps=9), gpu=dict(steps=100)), None)}
+    assert runner.main(experiment(lab, variants, claims=["standard > Big x1"]), ["--seeds=3"]) == 0
+    order = ["standard/s0", "big-x1/s0", "big-x2/s0", "tuned/s0", "standard/s1", "big-x1/s1", "tuned/s1", "standard/s2", "big-x1/s2", "tuned/s2"]
+    assert [call["run"] for call in calls(lab)] == order
+    assert all(call["seed"] == call["run"][-1] and call["model"] == "toy" for call in calls(lab))
+    assert {call["run"][:-3]: call["steps"] for call in calls(lab)} == {"standard": "7", "big-x1": "7", "big-x2": "7", "tuned": "9"}
+    for seed in range(3):                                      # "@standard": the checkpoint of the same seed
+        started = json.loads((lab / f"out/toy_table-cpu/tuned/s{seed}/ckpt.pt").read_text())["started"]
+        assert started["out_dir"] == f"out/toy_table-cpu/standard/s{seed}"
+    rows = [json.loads(line) for line in (lab / "experiments/results/toy_table-cpu.jsonl").read_text().splitlines()]
+    assert "private" not in str(rows) and {"variant", "overrides", "val_bpb", "data_id", "source_hash"} <= rows[0].keys()
+    by_seed = {name: {row["seed"]: row for row in rows if row["variant"] == name} for name in variants}
+    exp = runner.load_experiment(lab / "experiments/toy_table.py", "cpu")
+    assert runner.differences(exp, by_seed, "standard", "Big x1") == pytest.approx([.1, .2, .05])
+    del by_seed["standard"][0]
+    assert runner.differences(exp, by_seed, "standard", "Big x1") == pytest.approx([.2, .05])     # seeds 1 and 2, not the first two of each
+
+
+def test_an_interrupted_table_goes_on(lab, capsys):
+    path = experiment(lab, TOYS)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    assert runner.main(path, ["--seeds=2"]) == 0 and "Big x1, seed 0: finished earlier" in capsys.readouterr().out
+    assert [call["run"] for call in calls(lab)] == ["standard/s0", "big-x1/s0", "big-x2/s0", "standard/s1", "big-x1/s1"]
+    (lab / "out/toy_table-cpu/big-x1/s1/result.json").unlink()                           # stopped after a checkpoint
+    shutil.rmtree(lab / "out/toy_table-cpu/standard/s1")                                 # never begun
+    assert runner.main(path, []) == 0
+    anew, resumed = calls(lab)[5:]
+    assert anew == {**calls(lab)[3]} and resumed == dict(model="toy", init_from="resume", out_dir="out/toy_table-cpu/big-x1/s1", run="big-x1/s1")
+    assert report_of(lab)["Big x1"][-1] == "2" and len(calls(lab)) == 7
+
+
+def test_a_run_begun_with_other_settings_is_not_continued(lab):
+    runner.main(experiment(lab, TOYS), ["--only=standard", "--seeds=1"])
+    with pytest.raises(ConfigError, match=r"standard/s0 was begun with other settings:\n.*--steps=7.*\n.*\n.*--steps=8"):
+        runner.main(experiment(lab, TOYS, cpu=dict(steps=8)), [])
+    assert len(calls(lab)) == 1
+    assert runner.main(experiment(lab, TOYS, cpu=dict(steps=8)), ["--out=other", "--only=standard,Big x1"]) == 0
+    assert [call["out_dir"] for call in calls(lab)[1:3]] == ["other/toy_table-cpu/standard/s0", "other/toy_table-cpu/big-x1/s0"]
+
+
+@pytest.fixture
+def processes(lab, monkeypatch):
+    """The lab with processes after all."""
+    monkeypatch.setattr(runner, "subprocess", subprocess)
+    monkeypatch.setattr(runner, "time", time)
+    return lab
+
+
+def test_ctrl_c_lets_the_running_trainer_save(processes, capsys):
+    lab = processes
+    variants = {"slow": (dict(score="1:1", interrupt=1), None), "late": (dict(score="1:1"), None)}
+    assert runner.main(experiment(lab, variants), ["--seeds=1"]) == 130
+    assert json.loads((lab / "out/toy_table-cpu/slow/s0/ckpt.pt").read_text())["saved"] == "after Ctrl-C"
+    assert "go on with: python train.py " in capsys.readouterr().out and len(calls(lab)) == 1
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_failing_run_does_not_stop_the_others(jobs, processes, capsys):
+    lab = processes
+    variants = {"standard": TOYS["standard"], "broken": (dict(score="1:1", fail="yes"), None), "after": (dict(score="2:2", init_from="@broken"), None),
+                "Big x1": TOYS["Big x1"]}
+    assert runner.main(experiment(lab, variants, claims=["standard > broken"]), [f"--jobs={jobs}", "--seeds=1"]) == 1
+    assert sorted(call["run"] for call in calls(lab)) == ["big-x1/s0", "broken/s0", "standard/s0"]     # "after" has nothing to start from
+    printed = capsys.readouterr().out
+    assert "broken, seed 0" in printed and "failed, code 3" in printed and "step 1\n    the gradients broke" in printed
+    assert "needs out/toy_table-cpu/broken/s0/ckpt.pt, which is not there" in printed
+    assert report_of(lab)["broken"][2] == "-" and report_of(lab)["standard > broken"][-1] == "not run" and report_of(lab)["Big x1"][2] == "0.9000"
+
+
+@pytest.mark.parametrize("differences, verdict", [
+    ([.01, .02, .03], "holds"), ([-.03, -.01, -.02], "reversed"), ([0, .02, .04], "inside noise"), ([0, -.02, -.04], "inside noise"),
+    ([.0070, .0170, .0270], "holds"), ([.0068, .0168, .0268], "inside noise"),          # mean 1.70 and 1.68 standard deviations of .01
+    ([.01, .011], "holds"), ([.01, .02], "inside noise"),                               # bounds 6.314 / sqrt 2 sd = .0032 and .032
+    ([.001], "sign agrees (1 seed)"), ([-.001], "sign differs (1 seed)"), ([], "not run"),
+])
+def test_verdicts(differences, verdict):
+    assert runner.verdict(differences) == verdict
+
+
+def test_the_noise_bound_is_students():
+    assert runner.noise([1.0, 2.0, 3.0]) == pytest.approx(1.69, abs=.005)
+    for n, quantile in enumerate(runner.T95, 1):               # the density integrated from 0 to the quantile is 0.45
+        x = (np.arange(20000) + .5) / 20000 * quantile
+        density = math.gamma((n + 1) / 2) / math.gamma(n / 2) / math.sqrt(n * math.pi) * (1 + x ** 2 / n) ** (-(n + 1) / 2)
+        assert density.mean() * quantile == pytest.approx(.45, abs=1e-4), n
+    d = [.1 * i for i in range(12)]                            # beyond the table: its last entry, which is a little too strict
+    assert runner.noise(d) == pytest.approx(1.833 * np.std(d, ddof=1) / 12 ** .5)
+
+
+def test_the_table_and_its_plot(lab, monkeypatch):
+    path = experiment(lab, TOYS, claims=["standard > Big x1 > Big x2"])
+    assert runner.main(path, ["--seeds=3"]) == 0
+    lines = (lab / "experiments/results/toy_table-cpu.md").read_text().splitlines()
+    assert lines[:3] == ["# toy_table, scale cpu", "", "A toy."]
+    rows = [line for line in lines if line.startswith("| ") and "---" not in line]
+    assert rows == [                                           # by hand: differences -.1 -.2 -.05, mean -.1167, sd .0764; bound .1288
+        "| variant | parameters | val_bpb | minus standard | paper | paper's difference | step time | seeds |",
+        "| standard | 1,000 | 1.1000 ± 0.1000 | - | 0.838 | - | 1.00x | 3 |",
+        "| Big x1 | +500 | 0.9833 ± 0.0764 | -0.1167 ± 0.0764 | 0.822 | -0.0160 | 1.20x | 3 |",
+        "| Big x2 | +0 | 0.8000 | -0.2000 | - | - | 1.00x | 1 |",
+        "| claim | difference | paper's | seeds | verdict |",
+        "| standard > Big x1 | +0.1167 ± 0.0764 | +0.0160 | 3 | inside noise |",
+        "| Big x1 > Big x2 | +0.1000 | - | 1 | sign agrees (1 seed) |"]
+    assert lines[-1] == "`--steps=7`; tokens 4096; data_id d0; device cpu; threads 1; torch 2; commit abc."
+    shutil.rmtree(lab / "out")
+    monkeypatch.setattr(runner, "plot", real_plot)
+    assert runner.main(path, ["--table_only=True"]) == 0       # from the results file alone
+    assert (lab / "experiments/results/toy_table-cpu.md").read_text().splitlines() == lines and len(calls(lab)) == 7
+    assert (lab / "experiments/results/toy_table-cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_older_sources_are_marked(lab):
+    path, table = experiment(lab, TOYS), lambda: (runner.main(path, ["--table_only=True"]), report_of(lab))[1]
+    runner.main(path, ["--seeds=1"])
+    (lab / "model_toy.py").write_text("# a comment\nwidth = 1\n")
+    assert not any("†" in name for name in table())
+    (lab / "model_toy.py").write_text("width = 2\n")
+    assert {"standard †", "Big x1 †", "Big x2 †"} <= table().keys()
+    (lab / "hash.txt").write_text(runner.source_hash("toy"))
+    shutil.rmtree(lab / "out/toy_table-cpu/standard")
+    runner.main(path, ["--seeds=1"])
+    assert {"standard", "Big x1 †", "Big x2 †"} <= report_of(lab).keys()
+
+
+def test_results_on_different_data_are_not_mixed(lab):
+    for name in "ab":
+        (lab / f"data/{name}").mkdir(parents=True)
+        (lab / f"data/{name}/meta.json").write_text(json.dumps({"data_id": f"id-{name}"}))
+    path, flags = experiment(lab, TOYS), ["--only=standard", "--seeds=1"]
+    assert runner.main(path, ["--dataset=data/a", *flags]) == 0
+    with pytest.raises(ConfigError, match="different data .data_id id-a, id-b. are never mixed: move experiments/results/toy_table-cpu.jsonl away"):
+        runner.main(path, ["--dataset=data/b", "--out=out_b", *flags])
+    assert len(calls(lab)) == 1 and not (lab / "out_b").exists()                         # refused before the first run
+    (lab / "experiments/results/toy_table-cpu.jsonl").unlink()
+    assert runner.main(path, ["--dataset=data/b", "--out=out_b", *flags]) == 0
+    assert calls(lab)[1]["dataset"] == "data/b"
+
+
+def test_an_experiment_prepares_its_data_once(lab):
+    (lab / "prepare_fineweb.py").write_text('import sys, pathlib\nopen("prepared.txt", "a").write(" ".join(sys.argv[1:]) + "\\n")\n'
+        'folder = pathlib.Path("data/small")\nfolder.mkdir(parents=True)\n(folder / "meta.json").write_text(\'{"data_id": "small"}\')\n')
+    path = experiment(lab, TOYS, prepare="--source=x --out=data/small")
+    assert runner.main(path, ["--seeds=1"]) == runner.main(path, ["--seeds=2"]) == 0
+    assert (lab / "prepared.txt").read_text() == "--source=x --out=data/small\n" and {call["dataset"] for call in calls(lab)} == {"data/small"}
+    with pytest.raises(ConfigError, match="`prepare` must say --out=data/NAME"):
+        runner.main(experiment(lab, TOYS, prepare=dict(cpu="--source=x", gpu="")), [])
+    (lab / "prepare_fineweb.py").write_text("import sys; sys.exit(1)")
+    with pytest.raises(ConfigError, match="the data could not be prepared.*--dataset=FOLDER"):
+        runner.main(experiment(lab, TOYS, prepare="--source=x --out=data/other"), [])
+
+
+@pytest.mark.parametrize("changes, flags, message", [
+    (dict(metric=None, seeds=None), [], "does not define metric, seeds"),
+    ({}, ["--scale=gpu"], "does not define gpu"),
+    (dict(claims=["standard > Big x3"]), [], "claims name 'Big x3', which is no variant (standard, Big x1, Big x2)"),
+    (dict(baseline="dense"), [], "'dense', which is no variant"),
+    (dict(variants={"standard": dict(score=1)}), [], "variant 'standard' must be (dict of overrides, paper's number or None[, seeds])"),
+    (dict(variants={"standard": ("score", 1)}), [], "variant 'standard' must be (dict"),
+    (dict(variants={"A x1": ({}, 1), "a-x1": ({}, 1)}), [], "variant 'a-x1' has a comma or the same folder name as 'A x1': a-x1"),
+    (dict(variants={"A, B": ({}, 1)}), [], "variant 'A, B' has a comma"),
+    (dict(variants={"A": (dict(init_from="@B"), 1), "B": ({}, 1)}), [], "'A' has init_from='@B', which must name a variant above it"),
+    ({}, ["--scale=tpu"], "--scale=tpu: must be cpu or gpu"),
+    ({}, ["--only=standard,Big x9"], "there is no variant 'Big x9', but standard, Big x1, Big x2"),
+    ({}, ["--seed=1"], "seeds"),
+    ({}, ["experiments/other.py"], "one experiment at a time, not also experiments/other.py"),
+])
+def test_bad_experiments_are_named(changes, flags, message, lab):
+    path = experiment(lab, **{"variants": TOYS, **changes})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        runner.main(path, flags)
+    assert not calls(lab)
+
+
+def test_an_experiment_file_that_is_not_there(lab):
+    with pytest.raises(ConfigError, match="there is no experiment file experiments/nothing.py"):
+        runner.main("experiments/nothing.py", [])
+
+
+def test_source_hash_sees_code_alone(lab):
+    code = 'import math\n\n\nclass A:\n    def f(self, x):\n        return math.sin(x) + 1\n'
+    prose = '"""A module."""\nimport math   # why\n\nclass A:\n    """A class."""\n    def f(self, x):\n        """A function."""\n        return (math.sin(x)\n                + 1)\n'
+    hashes = {}
+    for file in ("model_toy.py", "kernels.py", "train.py"):
+        for content in (code, prose, code.replace("+ 1", "+ 2"), code.replace("sin", "cos"), code.replace("(self, x)", "(self, x=1)"), code + '"text"\n'):
+            (lab / file).write_text(content)
+            hashes[file, content] = runner.source_hash("toy")
+        assert hashes[file, code] == hashes[file, prose] and re.fullmatch("[0-9a-f]{8}", hashes[file, code])
+        (lab / file).write_text("")
+    assert len(set(hashes.values())) == 15                     # five kinds of code in each of three files
+
+
+def test_the_experiments_here_fit_their_models():
+    """Each variant's keys are train.py's or its model's and make a Config; the claims are true of the paper's own numbers."""
+    keys = set(re.findall(r"^(\w+) = ", (ROOT / "train.py").read_text().split("defaults =")[0], re.M)) | {"vocab_size"}
+    files = [path for path in (ROOT / "experiments").glob("*.py") if re.search("^variants = ", path.read_text(), re.M)]
+    assert len(files) >= 4
+    for path, scale in itertools.product(files, ("cpu", "gpu")):
+        exp = runner.load_experiment(path, scale)
+        assert all(runner.paper(exp, a, b) is None or runner.paper(exp, a, b) > 0 for a, b in runner.pairs(exp)), path
+        for name in exp["variants"]:
+            chosen, module = runner.settings(exp, scale, name), importlib.import_module(f"model_{exp['model']}")
+            fields = {k: v for k, v in chosen.items() if k in module.Config.__dataclass_fields__}
+            assert chosen.keys() <= keys | fields.keys(), (path, name)
+            assert not chosen.get("dense") or not fields.keys() & module.DENSE.keys()
+            module.Config.from_depth(chosen["depth"], **fields)
+            assert runner.slug(name) and chosen["batch_tokens"] % chosen["block_size"] == 0
+
+
+def test_exchange_rate_same_flops():
+    for scale, vocab_size in (("cpu", 4096), ("gpu", 50257)):
+        exp, cost = runner.load_experiment(ROOT / "experiments/move_exchange_rate.py", scale), {}
+        for name in exp["variants"]:
+            chosen = runner.settings(exp, scale, name)
+            fields = model_move.DENSE if chosen.get("dense") else {k: chosen[k] for k in ("memory", "memory_scale")}
+            with torch.device("meta"):
+                net = model_move.Model(model_move.Config.from_depth(chosen["depth"], vocab_size=vocab_size, block_size=chosen["block_size"], **fields))
+            cost[name] = chosen["max_iters"] * net.flops_per_token()
+        for name in ("L+1 same FLOPs", "L+2 same FLOPs"):
+            assert cost[name] == pytest.approx(cost["MoVE x1"], rel=.005)
+        assert cost["L+2 same steps"] > cost["L+1 same steps"] > 1.1 * cost["MoVE x8"]
 
 
 if __name__ == "__main__":

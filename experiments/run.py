@@ -156,7 +156,7 @@ def start(run, jobs):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "flags.txt").write_text(" ".join(run.flags))
     resume = (folder / "ckpt.pt").exists()                      # then the checkpoint's own settings count
-    flags = [*(["--init_from=resume"] if resume else run.flags), f"--out_dir={run.folder}"]
+    flags = [*([run.flags[0], "--init_from=resume"] if resume else run.flags), f"--out_dir={run.folder}"]    # flags[0] is --model
     print("$ python train.py", shlex.join(flags), flush=True)
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if jobs > 1:
