@@ -1720,6 +1720,8 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finish
     train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'new'}", f"--init_from={finished_run}", "--max_iters=1")
     assert log_of(tmp_path / "new", "val_loss")[0] == pytest.approx(log_of(finished_run, "val_loss")[2], abs=1e-5)
     train(*TINY, f"--dataset={text_folder}", f"--out_dir={finished_run}", f"--init_from={finished_run}", expect="give another --out_dir")
+    train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'more'}", "--max_iters=1")                  # a new run destroys no old one
+    assert torch.load(tmp_path / "more" / "previous-ckpt.pt", weights_only=True)["step"] == 4 and (tmp_path / "more" / "previous-log.jsonl").exists()
 
 
 @pytest.mark.parametrize("spoil, message", [

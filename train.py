@@ -413,11 +413,11 @@ if config["eval_only"]:
     show(score(*evaluate()))
     sys.exit(0)
 if master:
-    if not resume and (out / "ckpt.pt").exists():
-        print(f"{out} holds an earlier run; its checkpoint is replaced at the first evaluation")
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("result.json", "loss.png") + (() if resume else ("log.jsonl",)):
-        (out / name).unlink(missing_ok=True)
+    for name in [name for name in ("ckpt.pt", "log.jsonl") if not resume and (out / name).exists()]:
+        os.replace(out / name, out / f"previous-{name}")
+        print(f"an earlier run's {out}/{name} is now previous-{name}")
+    (out / "result.json").unlink(missing_ok=True)
     if (folder / "tokenizer.json").exists():                   # so that sample.py does not need the data
         (out / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     if resume:                                                 # the log up to the checkpoint: what came after is done again
