@@ -2009,6 +2009,8 @@ def test_a_run_begun_with_other_settings_is_not_continued(lab):
     with pytest.raises(ConfigError, match=r"standard/s0 was begun with other settings:\n.*--steps=7.*\n.*\n.*--steps=8"):
         runner.main(experiment(lab, TOYS, cpu=dict(steps=8)), [])
     assert len(calls(lab)) == 1
+    runner.main(experiment(lab, TOYS, cpu=dict(steps=8)), ["--table_only=True"])
+    assert report_of(lab)["standard"][2] == "-"                # nor is its result shown as one of the present settings
     assert runner.main(experiment(lab, TOYS, cpu=dict(steps=8)), ["--out=other", "--only=standard,Big x1"]) == 0
     assert [call["out_dir"] for call in calls(lab)[1:3]] == ["other/toy_table-cpu/standard/s0", "other/toy_table-cpu/big-x1/s0"]
 
