@@ -1594,7 +1594,8 @@ def test_targets_are_weighted_over_the_whole_batch(tmp_path):
     for batch_size in (4, 1):
         train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=3", f"--batch_size={batch_size}", "--optimizer=adamw")
         logs.append(log_of(tmp_path / "run"))
-    torch.testing.assert_close(list(logs[0].values()), list(logs[1].values()), atol=1e-5, rtol=0)
+    assert logs[0][1] == pytest.approx(logs[1][1], abs=2e-6)                        # before Adam has amplified any rounding
+    assert list(logs[0].values()) == pytest.approx(list(logs[1].values()), abs=1e-3)
 
 
 def torchrun(processes, *flags):
