@@ -199,23 +199,29 @@ def product_key_topk(s_row: Tensor, s_col: Tensor, k: int, fused: Optional[bool]
     if fused is None:
         fused = not s_row.is_cuda and P * n * n <= FUSED_BELOW and n <= 128
     rows, cols = product_key_search(s_row.detach(), s_col.detach(), k, fused)
-    return Pick.apply(s_row, rows) + Pick.apply(s_col, cols), rows, cols
+    return pick(s_row, rows) + pick(s_col, cols), rows, cols
 
 
-# A search returns indices. The scores are read again by Pick, so that one rule gives every search its gradient.
+# A search returns indices. The scores are read again by pick, so that one rule gives every search its gradient.
 
-class Pick(torch.autograd.Function):
+@operator(lambda s, index: s.new_empty(index.shape, dtype=acc_dtype(s)))
+def pick(s: Tensor, index: Tensor) -> Tensor:
     """s (Q, n), index (Q, k) -> s[q, index[q,u]] (Q, k) fp32 (fp64). ds[q,i] = sum of g[q,u] over the u with index[q,u] = i."""
+    return s.gather(1, index).to(acc_dtype(s))
 
-    @staticmethod
-    def forward(ctx, s, index):
-        ctx.save_for_backward(index)
-        ctx.n, ctx.dtype = s.shape[1], s.dtype
-        return s.gather(1, index).to(acc_dtype(s))
 
-    @staticmethod
-    def backward(ctx, grad):
-        return scatter_scores(grad, ctx.saved_tensors[0], ctx.n).to(ctx.dtype), None
+def pick_setup(ctx, inputs, output):
+    s, index = inputs
+    ctx.n, ctx.dtype = s.shape[1], s.dtype
+    ctx.save_for_backward(index)
+
+
+def pick_backward(ctx, grad):
+    index, = ctx.saved_tensors
+    return scatter_scores(grad, index, ctx.n).to(ctx.dtype), None
+
+
+pick.register_autograd(pick_backward, setup_context=pick_setup)
 
 
 # One program owns BLOCK_Q queries x BLOCK_N of their n scores and walks over the K picks: no two programs write one score.
@@ -317,7 +323,7 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     require(1 <= m_key <= n < 2**16, f"m_key must lie in [1, n] = [1, {n}], and n below 65,536, got {m_key}")
     require(1 <= m <= m_key**2, f"m must lie in [1, m_key^2] = [1, {m_key**2}], got {m}")
     rows, cols = tucker_search(s_row.detach(), s_col.detach(), u.detach(), v.detach(), core.detach().sum(0), m_key, m)
-    row, col = (Pick.apply(s.reshape(-1, n), x[:, :, None].expand(P, R, r, m).reshape(-1, m)).view(P, R, r, m)
+    row, col = (pick(s.reshape(-1, n), x[:, :, None].expand(P, R, r, m).reshape(-1, m)).view(P, R, r, m)
                 for s, x in ((s_row, rows), (s_col, cols)))
     with torch.autocast(s_row.device.type, enabled=False):
         return torch.einsum("prxm,hrxy,prym->prmh", row, core.to(row.dtype), col), rows * n + cols
@@ -698,22 +704,25 @@ def keep_coalesced(parameter: Tensor):
 
 # ================================================================ MoVE: a bank read once for all layers
 
-class GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, table, rows, sparse_grad):
-        ctx.save_for_backward(rows)
-        ctx.shape, ctx.sparse_grad = table.shape, sparse_grad
-        return table.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx, grad):
-        rows, = ctx.saved_tensors
-        if ctx.sparse_grad:
-            return coalesced(rows, grad, ctx.shape), None, None
-        return grad.new_zeros(ctx.shape).index_copy_(0, rows, grad), None, None
+@operator(lambda table, rows, sparse_grad: table.new_empty(len(rows), *table.shape[1:]))
+def gather_rows_op(table: Tensor, rows: Tensor, sparse_grad: bool) -> Tensor:
+    return table.index_select(0, rows)
 
 
-gather_rows_eager = torch.compiler.disable(GatherRows.apply)
+def gather_rows_setup(ctx, inputs, output):
+    table, rows, ctx.sparse_grad = inputs
+    ctx.shape = table.shape
+    ctx.save_for_backward(rows)
+
+
+def gather_rows_backward(ctx, grad):
+    rows, = ctx.saved_tensors
+    d_table = coalesced(rows, grad, ctx.shape) if ctx.sparse_grad else grad.new_zeros(ctx.shape).index_copy_(0, rows, grad)
+    return d_table, None, None
+
+
+gather_rows_op.register_autograd(gather_rows_backward, setup_context=gather_rows_setup)
+gather_rows_eager = torch.compiler.disable(gather_rows_op)
 
 
 def gather_rows(table: Tensor, rows: Tensor, sparse_grad: bool = False) -> Tensor:
@@ -724,7 +733,7 @@ def gather_rows(table: Tensor, rows: Tensor, sparse_grad: bool = False) -> Tenso
     """
     check_integers("rows", rows, (rows.numel(),), table.shape[0])
     require(not DEBUG or bool((rows.diff() > 0).all()), "rows must be ascending and distinct: take them from torch.unique")
-    return (gather_rows_eager if sparse_grad else GatherRows.apply)(table, rows, sparse_grad)
+    return (gather_rows_eager if sparse_grad else gather_rows_op)(table, rows, sparse_grad)
 
 
 def mix_order(inverse: Tensor, M: int) -> Tensor:

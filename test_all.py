@@ -361,6 +361,8 @@ def operator_calls():
     yield kernels.product_key_search, (s, s.flip(1), 3, False)
     yield kernels.tucker_search, (t_row, t_col, u.contiguous(), v.contiguous(), core.sum(0), 4, 3)
     yield kernels.scatter_scores, (torch.randn(4, 3), torch.randint(6, (4, 3)), 6)
+    yield kernels.pick, (torch.randn(4, 6, requires_grad=True), torch.randint(6, (4, 3)))
+    yield kernels.gather_rows_op, (table, torch.tensor([0, 2]), False)
     yield kernels.row_sums_dense, (grad, indices, weights.detach(), blocks, n_blocks, order, 4, torch.float32)
     yield kernels.gather_sum_op, (table, indices, weights, blocks, n_blocks, order, False, torch.float32)
     yield kernels.gather_sum_op, (table, indices, weights, None, 1, None, False, torch.bfloat16, x.requires_grad_(), weights[:, 0])
