@@ -139,27 +139,31 @@ def unpack_score(packed):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-# One program owns BLOCK_P queries. It reads their n row and n column scores, keeps the Top-k of each in registers, sorted, forms the
-# staircase candidates (FUSED: all n x n pairs instead, MIDUS G.1) and writes row and column of the k best. A pair travels as row << 16
-# | column. N2, K2, C2, O2: n, the ranks kept, the number of candidates C, and k, rounded up to powers of two.
+# One program owns BLOCK_P queries. It reads their n row and n column scores, sorts the Top-k of each into `lists`, (P, 2, K2) scratch from
+# which it picks the staircase candidates by their ranks (FUSED: forms all n x n pairs instead, MIDUS G.1), and writes row and column of the
+# k best. A pair travels as row << 16 | column. N2, K2, C2, O2: n, the ranks kept, the number of candidates C, and k, as powers of two.
 @jit
-def product_key_kernel(s_row, s_col, ranks, rows, cols, P, n, k, C, N2: tl.constexpr, K2: tl.constexpr, C2: tl.constexpr,
+def product_key_kernel(s_row, s_col, ranks, lists, rows, cols, P, n, k, C, N2: tl.constexpr, K2: tl.constexpr, C2: tl.constexpr,
                        O2: tl.constexpr, BLOCK_P: tl.constexpr, FUSED: tl.constexpr):
     p = (tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
-    x, c, u = tl.arange(0, N2)[None, :], tl.arange(0, C2)[None, :], tl.arange(0, O2)[None, :]
+    c, u = tl.arange(0, C2)[None, :], tl.arange(0, O2)[None, :]
+    candidate = (p < P) & (c < C)
     if FUSED:
-        i, j, ok = c // n, c % n, (p < P) & (c < C)
-        score = (tl.load(s_row + p * n + i, mask=ok, other=0.0).to(tl.float32)
-                 + tl.load(s_col + p * n + j, mask=ok, other=0.0).to(tl.float32))
+        i, j = c // n, c % n
+        score = (tl.load(s_row + p * n + i, mask=candidate, other=0.0).to(tl.float32)
+                 + tl.load(s_col + p * n + j, mask=candidate, other=0.0).to(tl.float32))
     else:
+        x, r = tl.arange(0, N2)[None, :], tl.arange(0, K2)[None, :]
         ok = (p < P) & (x < n)
         row = tl.where(ok, pack(tl.load(s_row + p * n + x, mask=ok, other=0.0).to(tl.float32), x), PADDING)
         col = tl.where(ok, pack(tl.load(s_col + p * n + x, mask=ok, other=0.0).to(tl.float32), x), PADDING)
-        ok = (p < P) & (c < C)
-        row = tl.gather(tl.topk(row, K2), tl.load(ranks + c + p * 0, mask=ok, other=0).to(tl.int32), 1)     # (BLOCK_P, C2)
-        col = tl.gather(tl.topk(col, K2), tl.load(ranks + C + c + p * 0, mask=ok, other=0).to(tl.int32), 1)
+        tl.store(lists + p * (2 * K2) + r, tl.topk(row, K2), mask=p < P)
+        tl.store(lists + p * (2 * K2) + K2 + r, tl.topk(col, K2), mask=p < P)
+        tl.debug_barrier()                                                            # now its threads see each other's ranks
+        row = tl.load(lists + p * (2 * K2) + tl.load(ranks + c, mask=c < C, other=0), mask=candidate, other=0)
+        col = tl.load(lists + p * (2 * K2) + K2 + tl.load(ranks + C + c, mask=c < C, other=0), mask=candidate, other=0)
         i, j, score = row & 0xFFFF, col & 0xFFFF, unpack_score(row) + unpack_score(col)
-    best = tl.topk(tl.where(ok, pack(score, (i << 16) | j), PADDING), O2)
+    best = tl.topk(tl.where(candidate, pack(score, (i << 16) | j), PADDING), O2)
     tl.store(rows + p * k + u, (best >> 16) & 0xFFFF, mask=(p < P) & (u < k))
     tl.store(cols + p * k + u, best & 0xFFFF, mask=(p < P) & (u < k))
 
@@ -172,10 +176,10 @@ def product_key_search(s_row: Tensor, s_col: Tensor, k: int, fused: bool) -> tup
     ranks, rows, cols = staircase(k, n, s_row.device), *(s_row.new_empty(P, k, dtype=torch.int64) for _ in range(2))
     C, K2 = n * n if fused else ranks.shape[1], power_of_2(min(k, n))
     N2, C2 = power_of_2(n, K2), power_of_2(C)
-    BLOCK_P = max(1, 2048 // max(N2, C2))
+    BLOCK_P, lists = max(1, 2048 // max(N2, C2)), ranks if fused else ranks.new_empty(P, 2, K2)
     if P:
-        product_key_kernel[(triton.cdiv(P, BLOCK_P),)](s_row.contiguous(), s_col.contiguous(), ranks, rows, cols, P, n, k, C,
-                                                       N2, K2, C2, power_of_2(k), BLOCK_P, fused)
+        product_key_kernel[(triton.cdiv(P, BLOCK_P),)](s_row.contiguous(), s_col.contiguous(), ranks, lists, rows, cols, P, n,
+                                                       k, C, N2, K2, C2, power_of_2(k), BLOCK_P, fused)
     return rows, cols
 
 

@@ -493,11 +493,14 @@ for table in (torch.randn(30, 96), torch.randn(30, 96).bfloat16()):
     kernels.gather_sum(table.requires_grad_(), i, w.requires_grad_()).sum().backward()
     kernels.gather_sum(table, i.int(), w, i, 3).sum().backward()
     kernels.mix_values(x.view(9, 2, 48), table.view(10, 3, 96), i[:, 0], w.mT).sum().backward()
-for fused in (False, True):
-    kernels.product_key_search(s, s, 5, fused)
+for d in (3, 64, 300):
+    kernels.gather_sum(torch.randn(5, d, requires_grad=True), i[:, :1], w[:, :1, 0]).sum().backward()
+for n, k, fused in ((20, 5, True), (64, 4, False), (20, 25, False), (360, 32, False), (1138, 80, False), (3, 1, False)):
+    kernels.product_key_search(torch.randn(9, n), torch.randn(9, n), k, fused)
 kernels.scatter_scores(s, torch.zeros(9, 20, dtype=torch.long), 40)
-t = torch.randn(3, 2, 2, 20)
-kernels.tucker_search(t, t, torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2, 2), 6, 5)
+for n, m in ((20, 5), (360, 32)):
+    t = torch.randn(3, 2, 2, n)
+    kernels.tucker_search(t, t, torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2, 2), m, m)
 print(*sorted(compiled))
 """
 
