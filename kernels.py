@@ -121,8 +121,7 @@ def product_key_search_torch(s_row, s_col, k, fused):
 
 
 # Top-k inside a Triton program: a score and its index travel as one int64, the score in the upper half, so that sorting these sorts the
-# scores. The bits of fp32 compare like integers once those of negative numbers are flipped. PADDING loses to every score, -inf
-# included.
+# scores. The bits of fp32 compare like integers once those of negative numbers are flipped. PADDING loses to every score, to -inf too.
 
 PADDING = tl.constexpr(-2**63)
 
@@ -267,8 +266,8 @@ def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
 
 
 # One program owns one query and one retrieval head. It projects the RANK x n scores of both sides on u and v, keeps the m_key best rows
-# and columns, reads their scores again (from the cache), builds the m_key x m_key Tucker grid in registers and writes row and column of
-# its m best.
+# and columns, reads their scores again (from the cache), builds the m_key x m_key Tucker grid in registers and writes row and column
+# of its m best.
 @jit
 def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, n, m_key, m, HEADS, RANK: tl.constexpr, N2: tl.constexpr,
                   M2: tl.constexpr, O2: tl.constexpr):
@@ -352,7 +351,8 @@ def segment_sum(source, index, start, weights):
     """
     (L, H), S, d = weights.shape, len(start), source.shape[1]
     h = torch.arange(H, device=source.device)[:, None]
-    y = F.embedding_bag((index * H + h).view(-1), source.reshape(-1, d // H), (start + L * h).view(-1), mode="sum",
+    index = index if H == 1 else (index * H + h).view(-1)
+    y = F.embedding_bag(index, source.reshape(-1, d // H), (start + L * h).view(-1), mode="sum",
                         per_sample_weights=weights.t().reshape(-1))                   # (H*S, d/H)
     return y.view(H, S, d // H).transpose(0, 1).reshape(S, d)
 
@@ -361,7 +361,7 @@ def gather_sum_torch(table, indices, weights, blocks, n_blocks, dtype, base, bas
     (P, k, H), d, device, acc = weights.shape, table.shape[1], table.device, acc_dtype(table, weights, base)
     (table, indices), weights = touched_rows(table, indices, acc), weights.to(acc)
     if blocks is None:                                                                # one bag per query and slice
-        index = indices[:, None] * H + torch.arange(H, device=device)[:, None]        # (P, H, k)
+        index = indices[:, None] if H == 1 else indices[:, None] * H + torch.arange(H, device=device)[:, None]
         y = F.embedding_bag(index.reshape(P * H, k), table.view(-1, d // H), mode="sum",
                             per_sample_weights=weights.transpose(1, 2).reshape(P * H, k))
     else:
@@ -411,8 +411,8 @@ def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtyp
 # blocks and reads no other. BASE: start from the query's own row of `base` (1), or from that row times base_weight (2; MoVE's g_0 * V).
 @jit
 def gather_sum_kernel(table, indices, weights, blocks, base, base_weight, out, P, w_p, w_u, w_h, b_p, b_h, K: tl.constexpr,
-                   H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BASE: tl.constexpr, BLOCK_P: tl.constexpr,
-                   BLOCK_D: tl.constexpr):
+                      H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BASE: tl.constexpr, BLOCK_P: tl.constexpr,
+                      BLOCK_D: tl.constexpr):
     parts: tl.constexpr = E * H * ((D + BLOCK_D - 1) // BLOCK_D)                      # programs with the same queries
     part = tl.program_id(0) % parts
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -438,7 +438,7 @@ def gather_sum_kernel(table, indices, weights, blocks, base, base_weight, out, P
 # in the cache), reduces over the columns and writes one number per query and row.
 @jit
 def gather_dot_kernel(table, indices, x, blocks, out, P, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
-                   BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+                      BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     h = tl.program_id(0) % H
     p = (tl.program_id(0) // H).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     ok = p < P
@@ -576,6 +576,7 @@ def gather_sum_op(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optio
     (P, k, H), d = weights.shape, table.shape[1]
     out, BLOCK_D = table.new_empty(P * n_blocks, d, dtype=dtype), column_block(d // H, 256)
     BLOCK_P, mode = 1024 // BLOCK_D, 0 if base is None else 1 if base_weight is None else 2
+    base = base if base is None else base.contiguous()
     if P:
         gather_sum_kernel[(triton.cdiv(P, BLOCK_P) * n_blocks * H * triton.cdiv(d // H, BLOCK_D),)](
             table.contiguous(), indices.contiguous(), weights, blocks, base, base_weight, out, P, *weights.stride(),
@@ -639,15 +640,14 @@ gather_sum_op.register_autograd(gather_sum_backward, setup_context=gather_sum_se
 gather_dot_op.register_autograd(gather_dot_backward, setup_context=gather_dot_setup)
 
 
-# A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside the graph. This is the one documented
-# break.
+# A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside the graph, the one documented break.
 gather_sum_eager, gather_dot_eager = torch.compiler.disable(gather_sum_op), torch.compiler.disable(gather_dot_op)
 
 
 def check_gather(table, indices, order):
     require(table.dim() == 2 and table.is_floating_point() and table.shape[0] < 2**31,
             f"table must be (N, d) float with N < 2^31, got {describe(table)}")
-    require(indices.dim() == 2, f"indices must be (P, k), got {describe(indices)}")
+    require(indices.dim() == 2 and indices.shape[1] > 0, f"indices must be (P, k) with k > 0, got {describe(indices)}")
     check_integers("indices", indices, tuple(indices.shape), table.shape[0])
     require(order is None or (order.shape == (indices.numel(),) and order.dtype == torch.int64),
             f"order must be sort_indices(indices), ({indices.numel()},) int64, got {describe(order)}")
@@ -666,6 +666,7 @@ def gather_sum(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional
     check_gather(table, indices, order)
     if blocks is not None:
         check_integers("blocks", blocks, tuple(indices.shape), n_blocks)
+        blocks = blocks.contiguous()
     require(n_blocks >= 1 and (blocks is not None or n_blocks == 1), f"n_blocks goes with blocks, from 1 up; got {n_blocks}")
     require(weights.dim() in (2, 3) and weights.shape[:2] == indices.shape and weights.is_floating_point(),
             f"weights must be {tuple(indices.shape)} float, or with a third axis for H slices, got {describe(weights)}")
