@@ -122,8 +122,7 @@ def product_key_search_torch(s_row, s_col, k, fused):
 
 
 # Top-k inside a Triton program: a score and its index travel as one int64, the score in the upper half, so that sorting these sorts the
-# scores. The bits of fp32 compare like integers once those of negative numbers are flipped. PADDING loses to every score, -inf
-# included.
+# scores. The bits of fp32 compare like integers once those of negative numbers are flipped. PADDING loses to every score, to -inf too.
 
 PADDING = tl.constexpr(-2**63)
 
@@ -140,27 +139,31 @@ def unpack_score(packed):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-# One program owns BLOCK_P queries. It reads their n row and n column scores, keeps the Top-k of each in registers, sorted, forms the
-# staircase candidates (FUSED: all n x n pairs instead, MIDUS G.1) and writes row and column of the k best. A pair travels as row << 16
-# | column. N2, K2, C2, O2: n, the ranks kept, the number of candidates C, and k, rounded up to powers of two.
+# One program owns BLOCK_P queries. It reads their n row and n column scores, sorts the Top-k of each into `lists`, (P, 2, K2) scratch from
+# which it picks the staircase candidates by their ranks (FUSED: forms all n x n pairs instead, MIDUS G.1), and writes row and column of the
+# k best. A pair travels as row << 16 | column. N2, K2, C2, O2: n, the ranks kept, the number of candidates C, and k, as powers of two.
 @jit
-def product_key_kernel(s_row, s_col, ranks, rows, cols, P, n, k, C, N2: tl.constexpr, K2: tl.constexpr, C2: tl.constexpr,
+def product_key_kernel(s_row, s_col, ranks, lists, rows, cols, P, n, k, C, N2: tl.constexpr, K2: tl.constexpr, C2: tl.constexpr,
                        O2: tl.constexpr, BLOCK_P: tl.constexpr, FUSED: tl.constexpr):
     p = (tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
-    x, c, u = tl.arange(0, N2)[None, :], tl.arange(0, C2)[None, :], tl.arange(0, O2)[None, :]
+    c, u = tl.arange(0, C2)[None, :], tl.arange(0, O2)[None, :]
+    candidate = (p < P) & (c < C)
     if FUSED:
-        i, j, ok = c // n, c % n, (p < P) & (c < C)
-        score = (tl.load(s_row + p * n + i, mask=ok, other=0.0).to(tl.float32)
-                 + tl.load(s_col + p * n + j, mask=ok, other=0.0).to(tl.float32))
+        i, j = c // n, c % n
+        score = (tl.load(s_row + p * n + i, mask=candidate, other=0.0).to(tl.float32)
+                 + tl.load(s_col + p * n + j, mask=candidate, other=0.0).to(tl.float32))
     else:
+        x, r = tl.arange(0, N2)[None, :], tl.arange(0, K2)[None, :]
         ok = (p < P) & (x < n)
         row = tl.where(ok, pack(tl.load(s_row + p * n + x, mask=ok, other=0.0).to(tl.float32), x), PADDING)
         col = tl.where(ok, pack(tl.load(s_col + p * n + x, mask=ok, other=0.0).to(tl.float32), x), PADDING)
-        ok = (p < P) & (c < C)
-        row = tl.gather(tl.topk(row, K2), tl.load(ranks + c + p * 0, mask=ok, other=0).to(tl.int32), 1)     # (BLOCK_P, C2)
-        col = tl.gather(tl.topk(col, K2), tl.load(ranks + C + c + p * 0, mask=ok, other=0).to(tl.int32), 1)
+        tl.store(lists + p * (2 * K2) + r, tl.topk(row, K2), mask=p < P)
+        tl.store(lists + p * (2 * K2) + K2 + r, tl.topk(col, K2), mask=p < P)
+        tl.debug_barrier()                                                            # now its threads see each other's ranks
+        row = tl.load(lists + p * (2 * K2) + tl.load(ranks + c, mask=c < C, other=0), mask=candidate, other=0)
+        col = tl.load(lists + p * (2 * K2) + K2 + tl.load(ranks + C + c, mask=c < C, other=0), mask=candidate, other=0)
         i, j, score = row & 0xFFFF, col & 0xFFFF, unpack_score(row) + unpack_score(col)
-    best = tl.topk(tl.where(ok, pack(score, (i << 16) | j), PADDING), O2)
+    best = tl.topk(tl.where(candidate, pack(score, (i << 16) | j), PADDING), O2)
     tl.store(rows + p * k + u, (best >> 16) & 0xFFFF, mask=(p < P) & (u < k))
     tl.store(cols + p * k + u, best & 0xFFFF, mask=(p < P) & (u < k))
 
@@ -173,10 +176,10 @@ def product_key_search(s_row: Tensor, s_col: Tensor, k: int, fused: bool) -> tup
     ranks, rows, cols = staircase(k, n, s_row.device), *(s_row.new_empty(P, k, dtype=torch.int64) for _ in range(2))
     C, K2 = n * n if fused else ranks.shape[1], power_of_2(min(k, n))
     N2, C2 = power_of_2(n, K2), power_of_2(C)
-    BLOCK_P = max(1, 2048 // max(N2, C2))
+    BLOCK_P, lists = max(1, 2048 // max(N2, C2)), ranks if fused else ranks.new_empty(P, 2, K2)
     if P:
-        product_key_kernel[(triton.cdiv(P, BLOCK_P),)](s_row.contiguous(), s_col.contiguous(), ranks, rows, cols, P, n, k, C,
-                                                       N2, K2, C2, power_of_2(k), BLOCK_P, fused)
+        product_key_kernel[(triton.cdiv(P, BLOCK_P),)](s_row.contiguous(), s_col.contiguous(), ranks, lists, rows, cols, P, n,
+                                                       k, C, N2, K2, C2, power_of_2(k), BLOCK_P, fused)
     return rows, cols
 
 
@@ -200,23 +203,29 @@ def product_key_topk(s_row: Tensor, s_col: Tensor, k: int, fused: Optional[bool]
     if fused is None:
         fused = not s_row.is_cuda and P * n * n <= FUSED_BELOW and n <= 128
     rows, cols = product_key_search(s_row.detach(), s_col.detach(), k, fused)
-    return Pick.apply(s_row, rows) + Pick.apply(s_col, cols), rows, cols
+    return pick(s_row, rows) + pick(s_col, cols), rows, cols
 
 
-# A search returns indices. The scores are read again by Pick, so that one rule gives every search its gradient.
+# A search returns indices. The scores are read again by pick, so that one rule gives every search its gradient.
 
-class Pick(torch.autograd.Function):
+@operator(lambda s, index: s.new_empty(index.shape, dtype=acc_dtype(s)))
+def pick(s: Tensor, index: Tensor) -> Tensor:
     """s (Q, n), index (Q, k) -> s[q, index[q,u]] (Q, k) fp32 (fp64). ds[q,i] = sum of g[q,u] over the u with index[q,u] = i."""
+    return s.gather(1, index).to(acc_dtype(s))
 
-    @staticmethod
-    def forward(ctx, s, index):
-        ctx.save_for_backward(index)
-        ctx.n, ctx.dtype = s.shape[1], s.dtype
-        return s.gather(1, index).to(acc_dtype(s))
 
-    @staticmethod
-    def backward(ctx, grad):
-        return scatter_scores(grad, ctx.saved_tensors[0], ctx.n).to(ctx.dtype), None
+def pick_setup(ctx, inputs, output):
+    s, index = inputs
+    ctx.n, ctx.dtype = s.shape[1], s.dtype
+    ctx.save_for_backward(index)
+
+
+def pick_backward(ctx, grad):
+    index, = ctx.saved_tensors
+    return scatter_scores(grad, index, ctx.n).to(ctx.dtype), None
+
+
+pick.register_autograd(pick_backward, setup_context=pick_setup)
 
 
 # One program owns BLOCK_Q queries x BLOCK_N of their n scores and walks over the K picks: no two programs write one score.
@@ -258,8 +267,8 @@ def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
 
 
 # One program owns one query and one retrieval head. It projects the RANK x n scores of both sides on u and v, keeps the m_key best rows
-# and columns, reads their scores again (from the cache), builds the m_key x m_key Tucker grid in registers and writes row and column of
-# its m best.
+# and columns, reads their scores again (from the cache), builds the m_key x m_key Tucker grid in registers and writes row and column
+# of its m best.
 @jit
 def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, n, m_key, m, HEADS, RANK: tl.constexpr, N2: tl.constexpr,
                   M2: tl.constexpr, O2: tl.constexpr):
@@ -318,7 +327,7 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     require(1 <= m_key <= n < 2**16, f"m_key must lie in [1, n] = [1, {n}], and n below 65,536, got {m_key}")
     require(1 <= m <= m_key**2, f"m must lie in [1, m_key^2] = [1, {m_key**2}], got {m}")
     rows, cols = tucker_search(s_row.detach(), s_col.detach(), u.detach(), v.detach(), core.detach().sum(0), m_key, m)
-    row, col = (Pick.apply(s.reshape(-1, n), x[:, :, None].expand(P, R, r, m).reshape(-1, m)).view(P, R, r, m)
+    row, col = (pick(s.reshape(-1, n), x[:, :, None].expand(P, R, r, m).reshape(-1, m)).view(P, R, r, m)
                 for s, x in ((s_row, rows), (s_col, cols)))
     with torch.autocast(s_row.device.type, enabled=False):
         return torch.einsum("prxm,hrxy,prym->prmh", row, core.to(row.dtype), col), rows * n + cols
@@ -343,7 +352,8 @@ def segment_sum(source, index, start, weights):
     """
     (L, H), S, d = weights.shape, len(start), source.shape[1]
     h = torch.arange(H, device=source.device)[:, None]
-    y = F.embedding_bag((index * H + h).view(-1), source.reshape(-1, d // H), (start + L * h).view(-1), mode="sum",
+    index = index if H == 1 else (index * H + h).view(-1)
+    y = F.embedding_bag(index, source.reshape(-1, d // H), (start + L * h).view(-1), mode="sum",
                         per_sample_weights=weights.t().reshape(-1))                   # (H*S, d/H)
     return y.view(H, S, d // H).transpose(0, 1).reshape(S, d)
 
@@ -352,7 +362,7 @@ def gather_sum_torch(table, indices, weights, blocks, n_blocks, dtype, base, bas
     (P, k, H), d, device, acc = weights.shape, table.shape[1], table.device, acc_dtype(table, weights, base)
     (table, indices), weights = touched_rows(table, indices, acc), weights.to(acc)
     if blocks is None:                                                                # one bag per query and slice
-        index = indices[:, None] * H + torch.arange(H, device=device)[:, None]        # (P, H, k)
+        index = indices[:, None] if H == 1 else indices[:, None] * H + torch.arange(H, device=device)[:, None]
         y = F.embedding_bag(index.reshape(P * H, k), table.view(-1, d // H), mode="sum",
                             per_sample_weights=weights.transpose(1, 2).reshape(P * H, k))
     else:
@@ -402,8 +412,8 @@ def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtyp
 # blocks and reads no other. BASE: start from the query's own row of `base` (1), or from that row times base_weight (2; MoVE's g_0 * V).
 @jit
 def gather_sum_kernel(table, indices, weights, blocks, base, base_weight, out, P, w_p, w_u, w_h, b_p, b_h, K: tl.constexpr,
-                   H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BASE: tl.constexpr, BLOCK_P: tl.constexpr,
-                   BLOCK_D: tl.constexpr):
+                      H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BASE: tl.constexpr, BLOCK_P: tl.constexpr,
+                      BLOCK_D: tl.constexpr):
     parts: tl.constexpr = E * H * ((D + BLOCK_D - 1) // BLOCK_D)                      # programs with the same queries
     part = tl.program_id(0) % parts
     p = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -429,7 +439,7 @@ def gather_sum_kernel(table, indices, weights, blocks, base, base_weight, out, P
 # in the cache), reduces over the columns and writes one number per query and row.
 @jit
 def gather_dot_kernel(table, indices, x, blocks, out, P, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
-                   BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+                      BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
     h = tl.program_id(0) % H
     p = (tl.program_id(0) // H).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     ok = p < P
@@ -567,6 +577,7 @@ def gather_sum_op(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optio
     (P, k, H), d = weights.shape, table.shape[1]
     out, BLOCK_D = table.new_empty(P * n_blocks, d, dtype=dtype), column_block(d // H, 256)
     BLOCK_P, mode = 1024 // BLOCK_D, 0 if base is None else 1 if base_weight is None else 2
+    base = base if base is None else base.contiguous()
     if P:
         gather_sum_kernel[(triton.cdiv(P, BLOCK_P) * n_blocks * H * triton.cdiv(d // H, BLOCK_D),)](
             table.contiguous(), indices.contiguous(), weights, blocks, base, base_weight, out, P, *weights.stride(),
@@ -630,15 +641,14 @@ gather_sum_op.register_autograd(gather_sum_backward, setup_context=gather_sum_se
 gather_dot_op.register_autograd(gather_dot_backward, setup_context=gather_dot_setup)
 
 
-# A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside the graph. This is the one documented
-# break.
+# A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside the graph, the one documented break.
 gather_sum_eager, gather_dot_eager = torch.compiler.disable(gather_sum_op), torch.compiler.disable(gather_dot_op)
 
 
 def check_gather(table, indices, order):
     require(table.dim() == 2 and table.is_floating_point() and table.shape[0] < 2**31,
             f"table must be (N, d) float with N < 2^31, got {describe(table)}")
-    require(indices.dim() == 2, f"indices must be (P, k), got {describe(indices)}")
+    require(indices.dim() == 2 and indices.shape[1] > 0, f"indices must be (P, k) with k > 0, got {describe(indices)}")
     check_integers("indices", indices, tuple(indices.shape), table.shape[0])
     require(order is None or (order.shape == (indices.numel(),) and order.dtype == torch.int64),
             f"order must be sort_indices(indices), ({indices.numel()},) int64, got {describe(order)}")
@@ -657,6 +667,7 @@ def gather_sum(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional
     check_gather(table, indices, order)
     if blocks is not None:
         check_integers("blocks", blocks, tuple(indices.shape), n_blocks)
+        blocks = blocks.contiguous()
     require(n_blocks >= 1 and (blocks is not None or n_blocks == 1), f"n_blocks goes with blocks, from 1 up; got {n_blocks}")
     require(weights.dim() in (2, 3) and weights.shape[:2] == indices.shape and weights.is_floating_point(),
             f"weights must be {tuple(indices.shape)} float, or with a third axis for H slices, got {describe(weights)}")
@@ -699,22 +710,25 @@ def keep_coalesced(parameter: Tensor):
 
 # ================================================================ MoVE: a bank read once for all layers
 
-class GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, table, rows, sparse_grad):
-        ctx.save_for_backward(rows)
-        ctx.shape, ctx.sparse_grad = table.shape, sparse_grad
-        return table.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx, grad):
-        rows, = ctx.saved_tensors
-        if ctx.sparse_grad:
-            return coalesced(rows, grad, ctx.shape), None, None
-        return grad.new_zeros(ctx.shape).index_copy_(0, rows, grad), None, None
+@operator(lambda table, rows, sparse_grad: table.new_empty(len(rows), *table.shape[1:]))
+def gather_rows_op(table: Tensor, rows: Tensor, sparse_grad: bool) -> Tensor:
+    return table.index_select(0, rows)
 
 
-gather_rows_eager = torch.compiler.disable(GatherRows.apply)
+def gather_rows_setup(ctx, inputs, output):
+    table, rows, ctx.sparse_grad = inputs
+    ctx.shape = table.shape
+    ctx.save_for_backward(rows)
+
+
+def gather_rows_backward(ctx, grad):
+    rows, = ctx.saved_tensors
+    d_table = coalesced(rows, grad, ctx.shape) if ctx.sparse_grad else grad.new_zeros(ctx.shape).index_copy_(0, rows, grad)
+    return d_table, None, None
+
+
+gather_rows_op.register_autograd(gather_rows_backward, setup_context=gather_rows_setup)
+gather_rows_eager = torch.compiler.disable(gather_rows_op)
 
 
 def gather_rows(table: Tensor, rows: Tensor, sparse_grad: bool = False) -> Tensor:
@@ -725,7 +739,7 @@ def gather_rows(table: Tensor, rows: Tensor, sparse_grad: bool = False) -> Tenso
     """
     check_integers("rows", rows, (rows.numel(),), table.shape[0])
     require(not DEBUG or bool((rows.diff() > 0).all()), "rows must be ascending and distinct: take them from torch.unique")
-    return (gather_rows_eager if sparse_grad else GatherRows.apply)(table, rows, sparse_grad)
+    return (gather_rows_eager if sparse_grad else gather_rows_op)(table, rows, sparse_grad)
 
 
 def mix_order(inverse: Tensor, M: int) -> Tensor:

@@ -777,6 +777,8 @@ def test_kernels_sums_take_non_contiguous_inputs_mixed_dtypes_and_frozen_tables(
     close(forward_and_gradients(lambda t, w: kernels.gather_sum(t, strided[2], w), *strided[:2]), expected, 2e-6)
     wide = torch.cat((indices, indices), 1)[:, ::2]                                                     # a strided view
     close([kernels.gather_dot(table, wide, x).double()], [slow_gather_dot(table.double(), wide, x.double())], 2e-6)
+    blocks = indices.T.contiguous().T % 3
+    close([kernels.gather_sum(table, indices, weights, blocks, 3).double()], [slow_gather_sum(table.double(), indices, weights.double(), blocks, 3)], 2e-6)
     y = kernels.gather_sum(table.bfloat16(), indices, weights)
     assert y.dtype == torch.float32
     close([y.double()], [slow_gather_sum(table.bfloat16().double(), indices, weights.double(), None, 1)], 2e-6)
@@ -826,7 +828,7 @@ def slow_mix(v, rows, inverse, gate, gate_v=True):
 
 
 @pytest.mark.parametrize("gate_v", [True, False])
-@pytest.mark.parametrize("T", [9, 40, 0])
+@pytest.mark.parametrize("T", [12, 0])                                                              # 36 hits: more than a window
 def test_kernels_mix_values_is_move_eq_4(backend, gate_v, T):
     v, rows, inverse, gate = mix_inputs(torch.float32, T=T, gate_v=gate_v)
     exact = forward_and_gradients(lambda v, r, g: slow_mix(v, r, inverse, g, gate_v), v.double(), rows.double(), gate.double())
@@ -835,9 +837,15 @@ def test_kernels_mix_values_is_move_eq_4(backend, gate_v, T):
         ours = forward_and_gradients(lambda v, r, g: kernels.mix_values(v, r, inverse, g, gate_v, order), v, bank, gate)
         ours[2] = ours[2].view(rows.shape)
         close(ours, exact, 2e-6)
+    wide = torch.cat((v, v), 2)                                                                         # V as a slice of a wider projection
+    ours = forward_and_gradients(lambda w, r, g: kernels.mix_values(w[..., :5], r, inverse, g, gate_v), wide, rows, gate)
+    close(ours[:1] + ours[2:], exact[:1] + exact[2:], 2e-6)
+    wide = torch.cat((v.flatten(1), v.flatten(1)), 1)
+    ours = forward_and_gradients(lambda w, r, g: kernels.mix_values(w[:, :10].view(T, 2, 5), r, inverse, g, gate_v), wide, rows, gate)
+    close(ours[:1] + ours[2:], exact[:1] + exact[2:], 2e-6)
     mixed = forward_and_gradients(lambda v, r, g: kernels.mix_values(v, r, inverse, g, gate_v), v.bfloat16(), rows, gate)
     close(mixed, exact, 1e-2)                                                                           # as under autocast: V in bf16, the rest in fp32
-    v, rows, inverse, gate = mix_inputs(T=min(T, 9), gate_v=gate_v)
+    v, rows, inverse, gate = mix_inputs(T=min(T, 5), gate_v=gate_v)
     assert torch.autograd.gradcheck(lambda v, r, g: kernels.mix_values(v, r, inverse, g, gate_v), [t.requires_grad_() for t in (v, rows, gate)])
 
 
@@ -943,6 +951,8 @@ def operator_calls():
     yield kernels.product_key_search, (s, s.flip(1), 3, False)
     yield kernels.tucker_search, (t_row, t_col, u.contiguous(), v.contiguous(), core.sum(0), 4, 3)
     yield kernels.scatter_scores, (torch.randn(4, 3), torch.randint(6, (4, 3)), 6)
+    yield kernels.pick, (torch.randn(4, 6, requires_grad=True), torch.randint(6, (4, 3)))
+    yield kernels.gather_rows_op, (table, torch.tensor([0, 2]), False)
     yield kernels.row_sums_dense, (grad, indices, weights.detach(), blocks, n_blocks, order, 4, torch.float32)
     yield kernels.gather_sum_op, (table, indices, weights, blocks, n_blocks, order, False, torch.float32)
     yield kernels.gather_sum_op, (table, indices, weights, None, 1, None, False, torch.bfloat16, x.requires_grad_(), weights[:, 0])
@@ -997,6 +1007,7 @@ def test_kernels_row_sparse_gradients_are_one_graph_break():
     (lambda t, i, w, x: kernels.gather_sum(t[0], i, w), "table must be .N, d. float"),
     (lambda t, i, w, x: kernels.gather_sum(t, i.float(), w), "indices must be .* int32 or int64"),
     (lambda t, i, w, x: kernels.gather_sum(t, i[0], w), "indices must be .P, k."),
+    (lambda t, i, w, x: kernels.gather_sum(t, i[:, :0], w[:, :0]), "with k > 0"),
     (lambda t, i, w, x: kernels.gather_sum(t, i, w[:, :2]), "weights must be"),
     (lambda t, i, w, x: kernels.gather_sum(t, i, w.expand(-1, -1, 4)), "H = 4 does not divide d = 6"),
     (lambda t, i, w, x: kernels.gather_sum(t, i, w, i[:2], 2), "blocks must be"),
@@ -1073,11 +1084,14 @@ for table in (torch.randn(30, 96), torch.randn(30, 96).bfloat16()):
     kernels.gather_sum(table.requires_grad_(), i, w.requires_grad_()).sum().backward()
     kernels.gather_sum(table, i.int(), w, i, 3).sum().backward()
     kernels.mix_values(x.view(9, 2, 48), table.view(10, 3, 96), i[:, 0], w.mT).sum().backward()
-for fused in (False, True):
-    kernels.product_key_search(s, s, 5, fused)
+for d in (3, 64, 300):
+    kernels.gather_sum(torch.randn(5, d, requires_grad=True), i[:, :1], w[:, :1, 0]).sum().backward()
+for n, k, fused in ((20, 5, True), (64, 4, False), (20, 25, False), (360, 32, False), (1138, 80, False), (3, 1, False)):
+    kernels.product_key_search(torch.randn(9, n), torch.randn(9, n), k, fused)
 kernels.scatter_scores(s, torch.zeros(9, 20, dtype=torch.long), 40)
-t = torch.randn(3, 2, 2, 20)
-kernels.tucker_search(t, t, torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2, 2), 6, 5)
+for n, m in ((20, 5), (360, 32)):
+    t = torch.randn(3, 2, 2, n)
+    kernels.tucker_search(t, t, torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2, 2), m, m)
 print(*sorted(compiled))
 """
 
