@@ -1879,7 +1879,7 @@ def test_sample_bad_flags(flags, message, trained):
 def test_checkpoints_that_no_longer_fit(trained, tmp_path):
     ckpt = torch.load(trained / "ckpt.pt", weights_only=True)
     for change, message in ((dict(config={**ckpt["config"], "model": "gone"}), "there is no model_gone.py"),
-                            (dict(model_config={**ckpt["model_config"], "n_embd": 128}), "does not fit model_move.py.*embed.weight"),
+                            (dict(model_config={**ckpt["model_config"], "n_embd": 64}), "does not fit model_move.py.*embed.weight"),
                             (dict(model_config={**ckpt["model_config"], "new_knob": 1}), "new_knob"),
                             (dict(data={**ckpt["data"], "tokenizer": "bpe", "folder": "gone"}), "needs the tokenizer.json of its data folder gone")):
         torch.save({**ckpt, **change}, tmp_path / "ckpt.pt")
