@@ -886,11 +886,11 @@ class LargestAllocation(TorchDispatchMode):
 
 
 def train_sparse(N, backend_sparse=True, steps=3, micro_batches=2):
-    """A small memory layer trained with SparseAdam: micro-batches, clipping, a shared table. -> table, largest temporary of a later step."""
+    """A small memory layer trained with LazyAdam: micro-batches, clipping, a shared table. -> table, largest temporary of a later step."""
     g = torch.Generator().manual_seed(0)
     table = torch.nn.Parameter(torch.randn(40, 8, generator=g).repeat(N // 40, 1))
     kernels.keep_coalesced(table)
-    optimizer = torch.optim.SparseAdam([table], lr=0.01)
+    optimizer = kernels.LazyAdam([table], lr=0.01)
     for step in range(steps):
         own = [table, *(s for state in optimizer.state.values() for s in state.values() if isinstance(s, torch.Tensor))]
         with LargestAllocation(own) as seen:
@@ -914,10 +914,38 @@ def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backen
     assert not torch.equal(table[:40], before) and torch.equal(table[40:80], before), "only touched rows move"
 
 
+@pytest.mark.parametrize("shape", [(50, 3), (50, 2, 3)])
+def test_kernels_lazy_adam_equals_torchs_sparse_adam(shape):
+    g, results = torch.Generator().manual_seed(0), []
+    start, steps = torch.randn(shape, generator=g), [(torch.randint(40, (25,), generator=g), torch.randn(25, *shape[1:], generator=g)) for _ in range(6)]
+    for optimizer in (torch.optim.SparseAdam, kernels.LazyAdam):
+        p = torch.nn.Parameter(start.clone())
+        o = optimizer([dict(params=[p], lr=0.1)], betas=(0.8, 0.95), eps=1e-3)
+        for n, (rows, values) in enumerate(steps):
+            p.grad = torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)         # rows repeat
+            o.param_groups[0]["lr"] = 0.1 / (1 + n)
+            o.step()
+        results.append((p.detach(), o.state[p]["exp_avg"], o.state[p]["exp_avg_sq"]))
+    for ours, theirs in zip(results[1], results[0]):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert torch.equal(results[1][0][40:], start[40:])
+
+
+def test_kernels_lazy_adam_in_chunks_equals_the_whole():
+    rows, values, results = torch.arange(0, 9000, 2), torch.randn(4500, 64), []
+    for count in (4500, 1000):                                                                          # 4,096 rows are one chunk at width 64
+        p = torch.nn.Parameter(torch.zeros(9000, 64))
+        p.grad = torch.sparse_coo_tensor(rows[None, :count], values[:count], p.shape, is_coalesced=True, check_invariants=False)
+        kernels.LazyAdam([p], lr=0.1).step()
+        results.append(p.detach())
+    assert torch.equal(results[0][:2000], results[1][:2000])
+    assert (results[0][::2].abs() > 0.09).all() and not results[0][1::2].any(), "every touched row, and no other"
+
+
 def test_kernels_row_sparse_step_equals_dense_adam_on_the_touched_rows():
     table, indices, weights, *_ = sum_inputs("plain", torch.float32)
     results = []
-    for sparse, optimizer in ((True, torch.optim.SparseAdam), (False, torch.optim.Adam)):
+    for sparse, optimizer in ((True, kernels.LazyAdam), (False, torch.optim.Adam)):
         p = torch.nn.Parameter(table.clone())
         kernels.keep_coalesced(p) if sparse else None
         step = optimizer([p], lr=0.1)
@@ -1168,7 +1196,7 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "a parameter is in two groups"
     sparse = [p for g in groups if g["kind"] == "sparse" for p in g["params"]]
     optimizers = [torch.optim.AdamW([p for p in model.parameters() if not any(p is q for q in sparse)], lr=1e-2)]
-    optimizers += [torch.optim.SparseAdam(sparse, lr=1e-2)] if sparse else []
+    optimizers += [kernels.LazyAdam(sparse, lr=1e-2)] if sparse else []
     for step in range(20):
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         first = first if first is not None else loss.item()
@@ -1410,7 +1438,7 @@ def test_move_sparse_and_dense_training_agree_on_step_one(memory):
         for p in tables:
             if sparse:
                 assert p.grad._nnz() == len(idx[:, :-1].unique()) and p.grad._indices().shape[0] == 1
-        optimizer = (torch.optim.SparseAdam if sparse else torch.optim.Adam)(tables, lr=0.1, eps=1e-20)
+        optimizer = (kernels.LazyAdam if sparse else torch.optim.Adam)(tables, lr=0.1, eps=1e-20)
         grads = [p.grad.to_dense() if sparse else p.grad.clone() for p in tables]
         optimizer.step()
         after.append((grads, [p.detach() for p in tables]))

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import prepare_fineweb
-from kernels import average_sparse, clip_grads, keep_coalesced, tune_cpu
+from kernels import LazyAdam, average_sparse, clip_grads, keep_coalesced, tune_cpu
 from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta, load_token_bytes
 from sample import generate, load_checkpoint, plot_losses, write_checkpoint
 
@@ -205,7 +205,7 @@ def build(model_config):
 
 
 def build_optimizers(net):
-    """torch's AdamW, Muon and SparseAdam over the model's groups. A group's rate is base_lr times the schedule."""
+    """torch's AdamW and Muon, and LazyAdam for row-sparse tables, over the model's groups. A group's rate is base_lr times the schedule."""
     betas, kinds = (config["beta1"], config["beta2"]), {"adamw": [], "muon": [], "sparse": []}
     for group in net.param_groups(config["optimizer"], config["learning_rate"], config["weight_decay"]):
         kinds[group["kind"]].append(dict(group, base_lr=group["lr"], base_decay=group["weight_decay"]))
@@ -213,7 +213,7 @@ def build_optimizers(net):
         keep_coalesced(p)
     makers = {"adamw": lambda groups: torch.optim.AdamW(groups, betas=betas, fused=config["device"] != "mps"),
               "muon": lambda groups: torch.optim.Muon(groups, momentum=0.95, nesterov=True),
-              "sparse": lambda groups: torch.optim.SparseAdam(groups, betas=betas)}
+              "sparse": lambda groups: LazyAdam(groups, betas=betas)}
     return [makers[kind](groups) for kind, groups in kinds.items() if groups]
 
 
@@ -249,7 +249,7 @@ if config["compile"]:
     net = torch.compile(net)
 if world > 1:
     from torch.nn.parallel import DistributedDataParallel as DDP
-    sparse = {p for o in optimizers if isinstance(o, torch.optim.SparseAdam) for g in o.param_groups for p in g["params"]}
+    sparse = {p for o in optimizers if isinstance(o, LazyAdam) for g in o.param_groups for p in g["params"]}
     DDP._set_params_and_buffers_to_ignore_for_model(net, [n for n, p in raw.named_parameters() if p in sparse])   # average_sparse's part
     net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
 
