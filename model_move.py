@@ -166,6 +166,11 @@ class Cache:
         return self.store[key][:, :end]
 
 
+def own_generator(name, p):
+    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor start from equal values in it."""
+    return torch.Generator(p.device).manual_seed(torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode()))
+
+
 class Attention(nn.Module):
     """Multi-head (or grouped-query) attention whose values pass through a memory."""
 
@@ -289,11 +294,10 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """nanochat's initial values. Every tensor draws from a generator of its own, seeded by torch's seed and its name,
-        so models that differ in their memory alone start from equal values in everything that they share."""
+        """nanochat's initial values."""
         uniform = lambda p, fan_in, g: p.uniform_(-(3 / fan_in) ** 0.5, (3 / fan_in) ** 0.5, generator=g)   # std 1/sqrt(fan_in)
         for name, p in self.named_parameters():
-            g = torch.Generator(p.device).manual_seed(torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode()))
+            g = own_generator(name, p)
             if name == "embed.weight":
                 p.normal_(0, 1, generator=g)
             elif name == "head.weight":

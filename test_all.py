@@ -3,10 +3,15 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")    # before kernels.py is imported: the Triton kernels run on CPU tensors
 import functools
+import gzip
 import importlib
+import inspect
 import io
+import itertools
 import json
+import lzma
 import math
+import operator
 import random
 import re
 import runpy
@@ -16,33 +21,30 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 import kernels
 import model_move
 import prepare_fineweb
+import prepare_fineweb as pf
+import sample
+from experiments import run as runner
+from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, load_meta, load_token_bytes, prepare
 
 torch.set_num_threads(1)                                       # sizes here are tiny
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="slow: python test_all.py --slow")
 
 # ================================================================ prepare_fineweb.py: data, tokenizers, configure()
-import gzip
-import json
-import lzma
-import signal
-import subprocess
-import time
-
-import numpy as np
-import prepare_fineweb as pf
-from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, load_meta, load_token_bytes, prepare
-
 NAMESPACE = dict(learning_rate=1e-3, max_iters=300, compile=-1, dense=False, dataset="", _private=1, module=os)
 
 
@@ -596,13 +598,6 @@ def test_main_and_a_quick_import(capsys):
 
 
 # ================================================================ kernels.py
-import itertools
-import math
-import subprocess
-
-import kernels
-from torch.utils._python_dispatch import TorchDispatchMode
-
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request, monkeypatch):
@@ -1253,6 +1248,22 @@ def test_loss_is_the_mean_over_targets_and_chunks_do_not_matter(name, switches):
     assert model(x, torch.full_like(y, -1))[1].item() == 0     # a batch without targets is no division by zero
 
 
+LLAMA = ("lime", "ultramem", "midus", "hiermem")
+SHARED = {"attend": ("move", *LLAMA), "own_generator": ("move", *LLAMA), "Cache.append": ("move", *LLAMA), "Model.loss": ("move", *LLAMA),
+          "Model.new_cache": ("move", *LLAMA), "RMSNorm": LLAMA, "rotary_tables": LLAMA, "rotate": LLAMA, "MLP": LLAMA}
+
+
+@pytest.mark.parametrize("piece", SHARED)
+def test_pieces_that_files_repeat_are_the_same(piece):
+    """A failure under CI and a warning elsewhere, so that a person who edits one file is not punished."""
+    sources = {name: inspect.getsource(operator.attrgetter(piece)(importlib.import_module(f"model_{name}"))) for name in SHARED[piece] if name in VARIANTS}
+    for (a, one), (b, other) in itertools.combinations(sources.items(), 2):
+        if one != other:
+            message = f"{piece} differs between model_{a}.py and model_{b}.py; if on purpose, take it off SHARED"
+            assert not os.environ.get("CI"), message
+            warnings.warn(message)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
     text = (ROOT / f"model_{name}.py").read_text()
@@ -1789,8 +1800,6 @@ def test_layers_of_the_code_base():
 
 # ================================================================ sample.py
 
-import sample
-
 PROMPT = "the memory of a "
 
 
@@ -1916,11 +1925,6 @@ def test_checkpoints_that_no_longer_fit(trained, tmp_path):
 
 
 # ================================================================ experiments/
-import io
-from contextlib import redirect_stdout
-from types import SimpleNamespace
-
-from experiments import run as runner
 
 real_plot = runner.plot
 STAND_IN = '''"""Stands in for train.py: leaves a checkpoint and a result, whose score is the one of its seed in --score=1.0:1.1:1.2."""
