@@ -55,6 +55,8 @@ class Config:
     slots: int = -1               # M directly; -1: from memory_scale
     gate_v: int = -1              # gate g_0 on the ordinary value, 0 or 1; -1: the paper's, 1 for MoVE and 0 for LaVE
     attention: str = "mha"        # mha | mla
+    memory_lr: float = 1.0        # learning rate of bank or tables, in units of the embedding's. While gates are 1 a token's M slots get
+                                  # equal gradients: at 1/M their sum moves as fast as one row, which pays in short runs
     sparse_memory: bool = False   # row-sparse gradients and lazy Adam for the bank: cost independent of the vocabulary
 
     def __post_init__(self):
@@ -71,6 +73,8 @@ class Config:
             raise ValueError(f"memory={self.memory!r}: choose one of none, {', '.join(MEMORIES)}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention={self.attention!r}: choose one of {', '.join(ATTENTIONS)}")
+        if self.memory_lr <= 0:
+            raise ValueError(f"memory_lr={self.memory_lr}: must be positive")
         if self.gate_v not in (-1, 0, 1):
             raise ValueError(f"gate_v={self.gate_v}: choose 0, 1 or -1 (automatic)")
         if self.memory == "none":
@@ -367,7 +371,7 @@ class Model(nn.Module):
             embed, head, resid, skip, extra, decay = 10.0, 1.0, 1.0, 10.0, {}, weight_decay
         rows = [(matrices, optimizer, 1.0, decay, {}), ([self.embed.weight], "adamw", embed, 0.0, extra), ([self.head.weight], "adamw", head, 0.0, extra),
                 ([self.resid_lambda], "adamw", resid, 0.0, extra), ([self.x0_lambda], "adamw", skip, 0.0, extra),
-                (tables, "sparse" if self.config.sparse_memory else "adamw", embed, 0.0, extra)]
+                (tables, "sparse" if self.config.sparse_memory else "adamw", embed * self.config.memory_lr, 0.0, extra)]
         return [dict(params=params, kind=kind, lr=ratio * learning_rate, weight_decay=decay, schedule=True, **extra)
                 for params, kind, ratio, decay, extra in rows if params]
 

@@ -1345,6 +1345,17 @@ def test_move_parameter_counts(preset, total):
     assert counts["active"] == total - (c.vocab_size - 1) * (tables * c.d_kv + c.n_embd)
 
 
+def test_move_learning_rates_are_nanochats():
+    for memory_lr in (1.0, 0.25):
+        model, rates = make(memory_lr=memory_lr), {}
+        for group in model.param_groups("muon", 0.02, 0.2):
+            rates |= {n: group["lr"] for n, p in model.named_parameters() if any(p is q for q in group["params"])}
+        wide = (768 / 32) ** 0.5
+        assert rates["embed.weight"] == pytest.approx(0.3 * wide) and rates["head.weight"] == pytest.approx(0.004 * wide)
+        assert rates["bank.table"] == pytest.approx(0.3 * wide * memory_lr)
+        assert (rates["resid_lambda"], rates["x0_lambda"], rates["blocks.0.attn.W_Q.weight"]) == pytest.approx((0.005, 0.5, 0.02))
+
+
 def slow_move(model, idx):
     """MoVE's forward in loops over layers, positions, heads and slots, from the paper's equations; float64."""
     c, P = model.config, {n: p.double() for n, p in model.named_parameters()}

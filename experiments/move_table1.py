@@ -12,5 +12,10 @@ variants = {                                                     # overrides, th
     "MoVE x2": (dict(memory="move", memory_scale=2), .812, 2),
     "MoVE x4": (dict(memory="move", memory_scale=4), .806, 2),
     "MoVE x8": (dict(memory="move", memory_scale=8), .797, 2),
+    "MoVE x1 rate/M": (dict(memory="move", memory_scale=1, memory_lr=1 / 2), None, 1),       # ours: M = 2, 4, 8, 16 slots
+    "MoVE x2 rate/M": (dict(memory="move", memory_scale=2, memory_lr=1 / 4), None, 1),
+    "MoVE x4 rate/M": (dict(memory="move", memory_scale=4, memory_lr=1 / 8), None, 1),
+    "MoVE x8 rate/M": (dict(memory="move", memory_scale=8, memory_lr=1 / 16), None, 1),
 }
-claims = ["standard > LaVE x1 > MoVE x1 > MoVE x2 > MoVE x4 > MoVE x8", "LaVE x1 > LaVE x2"]
+claims = ["standard > LaVE x1 > MoVE x1 > MoVE x2 > MoVE x4 > MoVE x8", "LaVE x1 > LaVE x2",
+          "MoVE x1 rate/M > MoVE x2 rate/M > MoVE x4 rate/M > MoVE x8 rate/M", "MoVE x8 > MoVE x8 rate/M"]
