@@ -1523,7 +1523,7 @@ def test_move_scale_and_heads():
 @pytest.mark.parametrize("fields, message", [
     (dict(n_embd=30), "n_embd=30, n_head=4: n_embd must be a multiple of 2\\*n_head"), (dict(n_kv_head=3), "n_head=4, n_kv_head=3"),
     (dict(memory="mova"), "memory='mova': choose one of none, move, lave"), (dict(attention="mqa"), "attention='mqa': choose one of mha, mla"),
-    (dict(gate_v=2), "gate_v=2"), (dict(memory_scale=0), "memory_scale=0"), (dict(memory="lave", memory_scale=4), "1 or 2 for memory=lave"),
+    (dict(gate_v=2), "gate_v=2"), (dict(memory_lr=0.0), "memory_lr=0"), (dict(memory_scale=0), "memory_scale=0"), (dict(memory="lave", memory_scale=4), "1 or 2 for memory=lave"),
     (dict(slots=0), "slots=0: must be at least 1; memory=none"), (dict(n_layer=0), "n_layer=0: must be at least 1"), (dict(vocab_size=-5), "vocab_size=-5"),
 ])
 def test_move_config_errors(fields, message):
