@@ -129,8 +129,9 @@ def resolve(c, meta):
         need(low <= c[key] <= high, f"{key}={c[key]}: must be " + (f"at least {low}" if high > 1 else "between 0 and 1"))
     for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
         need(c[key] in choices, f"{key}={c[key]}: choose {' or '.join(choices)}")
-    if c["batch_tokens"] == -1:
-        c["batch_tokens"] = max(1, (131072 if gpu else 1024) // (c["block_size"] * world)) * c["block_size"] * world
+    if c["batch_tokens"] == -1:                                                          # about so many: whole micro-batches
+        rows = max(1, (131072 if gpu else 1024) // (c["block_size"] * world))
+        c["batch_tokens"] = (rows - rows % min(rows, c["batch_size"])) * c["block_size"] * world
     rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)                      # rows of one process
     need(rows > 0 and not rest, f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']}" + f" x {world} processes" * (world > 1))
     c["batch_size"] = max(b for b in range(1, min(c["batch_size"], rows) + 1) if rows % b == 0)   # the micro-batch divides the batch
