@@ -2168,6 +2168,8 @@ def test_an_experiment_prepares_its_data_once(lab):
     assert (lab / "prepared.txt").read_text() == "--source=x --out=data/small\n" and {call["dataset"] for call in calls(lab)} == {"data/small"}
     with pytest.raises(ConfigError, match="`prepare` must say --out=data/NAME"):
         runner.main(experiment(lab, TOYS, prepare=dict(cpu="--source=x", gpu="")), [])
+    (lab / "experiments/make.py").write_text((lab / "prepare_fineweb.py").read_text().replace("small", "task"))
+    assert runner.prepared_data(dict(prepare="experiments/make.py toy --out=data/task"), runner.Options()) == "data/task"        # a command
     (lab / "prepare_fineweb.py").write_text("import sys; sys.exit(1)")
     with pytest.raises(ConfigError, match="the data could not be prepared.*--dataset=FOLDER"):
         runner.main(experiment(lab, TOYS, prepare="--source=x --out=data/other"), [])
@@ -2245,15 +2247,9 @@ def test_exchange_rate_same_flops():
         assert cost["L+2 same steps"] > cost["L+1 same steps"] > 1.1 * cost["MoVE x8"]
 
 
-def test_an_experiment_may_prepare_a_task(lab):
-    (lab / "experiments/make.py").write_text('import sys, pathlib\nfolder = pathlib.Path(sys.argv[2].split("=")[1])\nfolder.mkdir(parents=True)\n'
-        '(folder / "meta.json").write_text(\'{"data_id": "task"}\')\n')
-    assert runner.main(experiment(lab, TOYS, prepare="experiments/make.py arithmetic --out=data/task"), ["--seeds=1"]) == 0
-    assert {call["dataset"] for call in calls(lab)} == {"data/task"}
-
-
 # ---------------------------------------------------------------- experiments/tasks.py
 import ast
+import contextlib
 from fractions import Fraction
 
 from experiments import tasks
@@ -2261,14 +2257,13 @@ from experiments import tasks
 
 def test_a_document_may_be_a_window_of_its_own(tmp_path):
     records = [{"prompt": f"{i}?", "answer": "a" * (i % 5 + 1)} for i in range(40)]
-    source = write_jsonl(tmp_path / "tasks.jsonl", records)
-    settings = dict(source=source, tokenizer="bytes", out=tmp_path / "data", val_fraction=0.3, workers=1)
-    folder, rows = prepare(**settings, block_size=9), []
+    source, rows = write_jsonl(tmp_path / "tasks.jsonl", records), []
+    settings = dict(source=source, tokenizer="bytes", val_fraction=0.3, workers=1)
+    folder = prepare(**settings, block_size=9, out=tmp_path / "data")
     for split in ("train", "val"):
         data = TokenShards(folder, split, 9)
-        x, y = data.batch(range(data.n_windows))
-        for ids, wanted in zip(x.tolist(), y.tolist()):
-            prompt, answer, rest = re.fullmatch(r"(\d+\?)(a+)(\0*)", bytes(i % 256 for i in ids[1:]).decode()).groups()
+        for ids, wanted in zip(*(t.tolist() for t in data.batch(range(data.n_windows)))):
+            prompt, answer = re.fullmatch(r"(\d+\?)(a+)\0*", bytes(i % 256 for i in ids[1:]).decode()).groups()
             rows.append({"prompt": prompt, "answer": answer})
             assert ids[0] == 256 and wanted == [-1] * len(prompt) + [97] * len(answer) + [256] + [-1] * (8 - len(prompt + answer))
         assert len(data.shards[0]) == 10 * data.n_windows and load_meta(folder)["documents"][split] == data.n_windows
@@ -2276,25 +2271,20 @@ def test_a_document_may_be_a_window_of_its_own(tmp_path):
     with pytest.raises(ConfigError, match="block_size=8: a document of .* is a window of block_size=9"):
         TokenShards(folder, "val", 8)
     with pytest.raises(ConfigError, match="block_size=8: a document has 10 tokens with eot before and after it, .* needs block_size=9"):
-        prepare(**settings | dict(out=tmp_path / "short"), block_size=8)
-    assert prepare(**settings | dict(out=tmp_path / "exact"), block_size=9) and not (tmp_path / "short").exists()
+        prepare(**settings, block_size=8, out=tmp_path / "short")
 
 
 def python(expression):                                        # "(7 + 5) / 6 x 2" in Python
-    return expression.replace("x", "*")
+    return ast.parse(expression.replace("x", "*"), mode="eval").body
 
 
-def operations(expression):
-    """The value of every operation in an expression, exactly."""
-    values = []
-
-    def value(node):
-        if isinstance(node, ast.Constant):
-            return Fraction(node.value)
-        a, b = value(node.left), value(node.right)
-        values.append({ast.Add: lambda: a + b, ast.Sub: lambda: a - b, ast.Mult: lambda: a * b, ast.Div: lambda: a / b}[type(node.op)]())
-        return values[-1]
-    return value(ast.parse(python(expression), mode="eval").body), values
+def operations(node, values):
+    """An expression's value, exactly; that of every operation is added to values."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    a, b = operations(node.left, values), operations(node.right, values)
+    values.append(a + b if isinstance(node.op, ast.Add) else a - b if isinstance(node.op, ast.Sub) else a * b if isinstance(node.op, ast.Mult) else a / b)
+    return values[-1]
 
 
 def test_arithmetic_is_exact_at_every_step():
@@ -2302,18 +2292,15 @@ def test_arithmetic_is_exact_at_every_step():
     for n, largest in [(2, 2), (2, 99), (3, 5), (4, 19), (5, 99), (6, 19), (6, 199)] * 15:
         record = tasks.solve(tasks.random_tree(n, largest, rng))
         steps = (record["prompt"] + " " + record["answer"]).split(" = ")
-        assert len(steps) == n and re.findall(r"\d+", steps[-1]) == [steps[-1]]
+        assert len(steps) == n and steps[-1].isdigit()
         for k, step in zip(range(n, 0, -1), steps):
-            value, inner = operations(step)
-            assert value == int(steps[-1]) and len(inner) == k - 1 and all(v.denominator == 1 and 1 <= v <= largest for v in inner), record
-            assert len(re.findall(r"\d+", step)) == k and all(1 <= int(number) <= largest for number in re.findall(r"\d+", step))
+            values, numbers = [], [int(number) for number in re.findall(r"\d+", step)]
+            assert operations(python(step), values) == int(steps[-1]) and (len(numbers), len(values)) == (k, k - 1), record
+            assert all(v.denominator == 1 and 1 <= v <= largest for v in [*map(Fraction, numbers), *values]), record
             for i, j in itertools.combinations([i for i, c in enumerate(step) if c in "()"], 2):         # no parentheses without need
-                bare = step[:i] + step[i + 1:j] + step[j + 1:]
-                if step[i] + step[j] == "()" and bare.count("(") == bare.count(")"):
-                    try:
-                        assert ast.dump(ast.parse(python(bare))) != ast.dump(ast.parse(python(step))), record
-                    except SyntaxError:
-                        pass                                   # those two were not a pair
+                with contextlib.suppress(SyntaxError):         # if those two are not a pair
+                    bare = step[:i] + " " + step[i + 1:j] + " " + step[j + 1:]
+                    assert step[i] + step[j] != "()" or ast.dump(python(bare.strip())) != ast.dump(python(step)), record
         operators += re.sub("[^-+x/]", "", record["prompt"])
     assert all(operators.count(o) > len(operators) / 10 for o in "+-x/")
 
@@ -2322,7 +2309,6 @@ def test_arithmetic_of_appendix_b():
     tree = [3, "/", [12, "+", [7], [5]], [4, "-", [18, "+", [6], [12, "x", [4], [3]]], [14, "x", [2], [7]]]]
     assert tasks.solve(tree) == {"prompt": "(7 + 5) / (6 + 4 x 3 - 2 x 7) =", "answer":
         "12 / (6 + 4 x 3 - 2 x 7) = 12 / (6 + 12 - 2 x 7) = 12 / (18 - 2 x 7) = 12 / (18 - 14) = 12 / 4 = 3"}
-    assert tasks.infix([1, "-", [5], [4, "-", [5], [1]]]) == "5 - (5 - 1)" and tasks.infix([2, "x", [4, "/", [8], [2]], [3, "+", [1], [2]]]) == "8 / 2 x (1 + 2)"
 
 
 def task_folder(tmp_path, *flags):
@@ -2332,18 +2318,18 @@ def task_folder(tmp_path, *flags):
 
 def test_a_task_trains_and_its_accuracy_is_a_result(tmp_path, capsys):
     folder, records = task_folder(tmp_path, "arithmetic", "--operands=2,3", "--max_value=12", "--samples=90", "--val_samples=9")
-    meta, prompts = load_meta(folder), [r["prompt"] for r in records["train"] + records["val"]]
-    assert len(prompts) == len(set(prompts)) == 198 and (len(records["val"]), meta["vocab_size"], meta["task"]["operands"]) == (18, 13 + 7 + 1, "2,3")
-    assert [max(len(re.findall(r"\d+|\S", r["prompt"] + r["answer"])) + 2 for r in records["train"] if r["prompt"].count(" ") == 2 * n - 1)
-            for n in (2, 3)] == [tasks.longest(2), tasks.longest(3)] == [7, meta["block_size"] + 1]
-    train("--depth=1", f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=2", "--batch_tokens=112", "--sample_tokens=0", "--eval_interval=1")
-    run = json.loads((tmp_path / "run/result.json").read_text())
-    assert run["config"]["block_size"] == 14 and sorted(run["curve"][0]) == ["accuracy", "accuracy_2", "accuracy_3", "step", "val_bpb", "val_loss"]
-    assert [at["step"] for at in run["curve"]] == [0, 1, 2] and run["accuracy"] == run["curve"][2]["accuracy"] == log_of(tmp_path / "run", "accuracy")[2]
-    assert f"val {run['val_loss']:.4f} accuracy {run['accuracy']:.4f}" in capsys.readouterr().out
-    tasks.main(["accuracy", f"--out_dir={tmp_path / 'run'}"])
-    assert re.findall(r"(?m)^(accuracy\w*) +([\d.]+)$", capsys.readouterr().out) == [(k, f"{run[k]:.4f}") for k in ("accuracy", "accuracy_2", "accuracy_3")]
-    row = json.dumps({"variant": "A", **run}) + "\n"
+    meta, everything, run = load_meta(folder), records["train"] + records["val"], tmp_path / "run"
+    assert len({r["prompt"] for r in everything}) == len(everything) == 198 and len(records["val"]) == 18, "no prompt twice"
+    assert (meta["vocab_size"], meta["task"]["operands"]) == (13 + 7 + 1, "2,3")
+    lengths = {len(re.findall(r"\d+|\S", r["prompt"] + r["answer"])) + 2 for r in everything}
+    assert [min(lengths), max(lengths)] == [tasks.longest(2), tasks.longest(3)] == [7, meta["block_size"] + 1]
+    train("--depth=1", f"--dataset={folder}", f"--out_dir={run}", "--max_iters=2", "--batch_tokens=112", "--sample_tokens=0", "--eval_interval=1")
+    result = json.loads((run / "result.json").read_text())
+    assert [at["step"] for at in result["curve"]] == [0, 1, 2] and result["accuracy"] == result["curve"][2]["accuracy"] == log_of(run, "accuracy")[2]
+    assert f"val {result['val_loss']:.4f} accuracy {result['accuracy']:.4f}" in capsys.readouterr().out
+    tasks.main(["accuracy", f"--out_dir={run}"])
+    assert re.findall(r"(?m)^(accuracy\w*) +([\d.]+)$", capsys.readouterr().out) == [(k, f"{result[k]:.4f}") for k in ("accuracy", "accuracy_2", "accuracy_3")]
+    row = json.dumps({"variant": "A", **result}) + "\n"
     (tmp_path / "toy.jsonl").write_text(row + row.replace('"accuracy": 0.0', '"accuracy": 0.5'))
     tasks.main(["curves", f"--results={tmp_path / 'toy.jsonl'}"])
     assert "0: 0.250" in capsys.readouterr().out and (tmp_path / "toy-curves.png").exists()
@@ -2357,8 +2343,7 @@ class Parrot(torch.nn.Module):
         self.config, self.weight, self.next = SimpleNamespace(block_size=data.block_size), torch.nn.Parameter(torch.zeros(1)), {}
         for x, y in zip(*data.batch(range(data.n_windows))):
             prompt, answer = x[:int((y >= 0).int().argmax()) + 1].tolist(), spoil(y[y >= 0].tolist())
-            for i, token in enumerate(answer):
-                self.next[(*prompt, *answer[:i])] = token
+            self.next |= {(*prompt, *answer[:i]): token for i, token in enumerate(answer)}
 
     def forward(self, idx):
         return F.one_hot(torch.tensor([[self.next.get(tuple(row), 1)] for row in idx.tolist()]), 257).float(), None
@@ -2377,32 +2362,29 @@ def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
 
 
 def test_prosqa_is_a_graph_with_one_answer(tmp_path):
-    rng, steps = random.Random(0), []
-    for _ in range(60):
-        s = tasks.prosqa_sample(rng)
-        edges, symbols = s["edges"], s["idx_to_symbol"]
-        parents = lambda n: [a for a, b in edges if b == n]
-        above = lambda n: {n}.union(*map(above, parents(n)))
-        entities = {n for n in range(len(symbols)) if not parents(n)}
-        name = lambda a, b: ("" if a in entities else "Every ") + f"{symbols[a]} is a {symbols[b]}."
+    rng, lengths = random.Random(0), []
+    for s in (tasks.prosqa_sample(rng) for _ in range(60)):
+        edges, symbols, frontier = s["edges"], s["idx_to_symbol"], {s["root"]}
+        above = lambda n: {n}.union(*(above(a) for a, b in edges if b == n))
+        entities = set(range(len(symbols))) - {b for _, b in edges}
+        fact = lambda a, b: ("" if a in entities else "Every ") + f"{symbols[a]} is a {symbols[b]}."
         *facts, question = re.findall(r"[^.?]+[.?]", s["question"])
-        assert sorted(fact.strip() for fact in facts) == sorted(name(a, b) for a, b in edges) and all(a < b for a, b in edges)
+        assert sorted(text.strip() for text in facts) == sorted(fact(a, b) for a, b in edges) and all(a < b for a, b in edges)
         assert len(set(symbols)) == len(symbols) and {symbols[n] for n in entities} <= set(tasks.NAMES) and s["root"] in entities
-        assert not {a for a, _ in edges} & {s["target"], s["neg_target"]} and set(re.findall(r"\w+", question)) == {"Is", "a", "or", *(symbols[s[key]] for key in ("root", "target", "neg_target"))}
-        assert s["root"] in above(s["target"]) and s["root"] not in above(s["neg_target"]) and s["answer"] == name(s["root"], s["target"])
-        path, frontier = [s["root"]], {s["root"]}
+        assert set(re.findall(r"\w+", question)) == {"Is", "a", "or", *(symbols[s[key]] for key in ("root", "target", "neg_target"))}
+        assert not {a for a, _ in edges} & {s["target"], s["neg_target"]} and s["answer"] == fact(s["root"], s["target"])
+        assert s["root"] in above(s["target"]) and s["root"] not in above(s["neg_target"]) and not above(s["target"]) & above(s["neg_target"]) & {0, 1}
+        path = [s["root"]]
         for step in s["steps"]:
-            path.append(next(b for a, b in edges if a == path[-1] and name(a, b) == step))
-        for _ in s["steps"][:-1]:                              # no shorter way
+            assert s["target"] not in frontier, "there is a shorter way"
+            path.append(next(b for a, b in edges if a == path[-1] and fact(a, b) == step))
             frontier = {b for a, b in edges if a in frontier}
-            assert s["target"] not in frontier
         assert path[-1] == s["target"] and len(path) >= 4
-        steps.append(len(path) - 1)
-    assert 3.5 < np.mean(steps) < 4.2                          # of the published files: 3.8
+        lengths.append(len(path) - 1)
+    assert 3.5 < np.mean(lengths) < 4.2                        # of the published files: 3.8
     samples = [tasks.prosqa_sample(rng) for _ in range(4)]
-    for file, opener in (("val.json", open), ("train.json.xz", lzma.open)):
-        with opener(tmp_path / file, "wt") as f:
-            json.dump(samples[1:] if "train" in file else samples[:2], f)
+    (tmp_path / "val.json").write_text(json.dumps(samples[:2]))
+    (tmp_path / "train.json.xz").write_bytes(lzma.compress(json.dumps(samples[1:]).encode()))
     folder, records = task_folder(tmp_path, "prosqa", "--tokenizer=bytes", f"--val={tmp_path / 'val.json'}", f"--train={tmp_path / 'train.json.xz'}")
     assert records["val"][0] == {"prompt": samples[0]["question"] + "\n", "answer": "\n".join(samples[0]["steps"]) + "\n### " + samples[0]["answer"]}
     assert [r["prompt"] for r in records["train"]] == [s["question"] + "\n" for s in samples[2:]]      # the second one is in the held-out file
