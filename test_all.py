@@ -2179,6 +2179,8 @@ def test_an_experiment_prepares_its_data_once(lab):
     assert (lab / "prepared.txt").read_text() == "--source=x --out=data/small\n" and {call["dataset"] for call in calls(lab)} == {"data/small"}
     with pytest.raises(ConfigError, match="`prepare` must say --out=data/NAME"):
         runner.main(experiment(lab, TOYS, prepare=dict(cpu="--source=x", gpu="")), [])
+    (lab / "experiments/make.py").write_text((lab / "prepare_fineweb.py").read_text().replace("small", "task"))
+    assert runner.prepared_data(dict(prepare="experiments/make.py toy --out=data/task"), runner.Options()) == "data/task"        # a command
     (lab / "prepare_fineweb.py").write_text("import sys; sys.exit(1)")
     with pytest.raises(ConfigError, match="the data could not be prepared.*--dataset=FOLDER"):
         runner.main(experiment(lab, TOYS, prepare="--source=x --out=data/other"), [])
@@ -2227,7 +2229,8 @@ def test_source_hash_sees_code_alone(lab):
 def test_the_experiments_here_fit_their_models():
     """Each variant's keys are train.py's or its model's and make a Config; the claims are true of the paper's own numbers."""
     keys = set(re.findall(r"^(\w+) = ", (ROOT / "train.py").read_text().split("defaults =")[0], re.M)) | {"vocab_size"}
-    files = [path for path in (ROOT / "experiments").glob("*.py") if re.search("^variants = ", path.read_text(), re.M)]
+    files = [path for path in (ROOT / "experiments").glob("*.py") if re.search("^variants = ", path.read_text(), re.M)
+             and (ROOT / f"model_{runpy.run_path(str(path))['model']}.py").exists()]
     assert len(files) >= 4
     for path, scale in itertools.product(files, ("cpu", "gpu")):
         exp = runner.load_experiment(path, scale)
@@ -2253,6 +2256,258 @@ def test_exchange_rate_same_flops():
         for name in ("L+1 same FLOPs", "L+2 same FLOPs"):
             assert cost[name] == pytest.approx(cost["MoVE x1"], rel=.005)
         assert cost["L+2 same steps"] > cost["L+1 same steps"] > 1.1 * cost["MoVE x8"]
+
+
+# ---------------------------------------------------------------- experiments/tasks.py
+import ast
+import contextlib
+from fractions import Fraction
+
+from experiments import tasks
+
+
+def test_a_document_may_be_a_window_of_its_own(tmp_path):
+    records = [{"prompt": f"{i}?", "answer": "a" * (i % 5 + 1)} for i in range(40)]
+    source, rows = write_jsonl(tmp_path / "tasks.jsonl", records), []
+    settings = dict(source=source, tokenizer="bytes", val_fraction=0.3, workers=1)
+    folder = prepare(**settings, block_size=9, out=tmp_path / "data")
+    for split in ("train", "val"):
+        data = TokenShards(folder, split, 9)
+        for ids, wanted in zip(*(t.tolist() for t in data.batch(range(data.n_windows)))):
+            prompt, answer = re.fullmatch(r"(\d+\?)(a+)\0*", bytes(i % 256 for i in ids[1:]).decode()).groups()
+            rows.append({"prompt": prompt, "answer": answer})
+            assert ids[0] == 256 and wanted == [-1] * len(prompt) + [97] * len(answer) + [256] + [-1] * (8 - len(prompt + answer))
+        assert len(data.shards[0]) == 10 * data.n_windows and load_meta(folder)["documents"][split] == data.n_windows
+    assert sorted(rows, key=str) == sorted(records, key=str)
+    with pytest.raises(ConfigError, match="block_size=8: a document of .* is a window of block_size=9"):
+        TokenShards(folder, "val", 8)
+    with pytest.raises(ConfigError, match="block_size=8: a document has 10 tokens with eot before and after it, .* needs block_size=9"):
+        prepare(**settings, block_size=8, out=tmp_path / "short")
+
+
+def python(expression):                                        # "(7 + 5) / 6 x 2" in Python
+    return ast.parse(expression.replace("x", "*"), mode="eval").body
+
+
+def operations(node, values):
+    """An expression's value, exactly; that of every operation is added to values."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    a, b = operations(node.left, values), operations(node.right, values)
+    values.append(a + b if isinstance(node.op, ast.Add) else a - b if isinstance(node.op, ast.Sub) else a * b if isinstance(node.op, ast.Mult) else a / b)
+    return values[-1]
+
+
+def test_arithmetic_is_exact_at_every_step():
+    rng, operators = random.Random(0), ""
+    for n, largest in [(2, 2), (2, 99), (3, 5), (4, 19), (5, 99), (6, 19), (6, 199)] * 15:
+        record = tasks.solve(tasks.random_tree(n, largest, rng))
+        steps = (record["prompt"] + " " + record["answer"]).split(" = ")
+        assert len(steps) == n and steps[-1].isdigit()
+        for k, step in zip(range(n, 0, -1), steps):
+            values, numbers = [], [int(number) for number in re.findall(r"\d+", step)]
+            assert operations(python(step), values) == int(steps[-1]) and (len(numbers), len(values)) == (k, k - 1), record
+            assert all(v.denominator == 1 and 1 <= v <= largest for v in [*map(Fraction, numbers), *values]), record
+            for i, j in itertools.combinations([i for i, c in enumerate(step) if c in "()"], 2):         # no parentheses without need
+                with contextlib.suppress(SyntaxError):         # if those two are not a pair
+                    bare = step[:i] + " " + step[i + 1:j] + " " + step[j + 1:]
+                    assert step[i] + step[j] != "()" or ast.dump(python(bare.strip())) != ast.dump(python(step)), record
+        operators += re.sub("[^-+x/]", "", record["prompt"])
+    assert all(operators.count(o) > len(operators) / 10 for o in "+-x/")
+
+
+def test_arithmetic_of_appendix_b():
+    tree = [3, "/", [12, "+", [7], [5]], [4, "-", [18, "+", [6], [12, "x", [4], [3]]], [14, "x", [2], [7]]]]
+    assert tasks.solve(tree) == {"prompt": "(7 + 5) / (6 + 4 x 3 - 2 x 7) =", "answer":
+        "12 / (6 + 4 x 3 - 2 x 7) = 12 / (6 + 12 - 2 x 7) = 12 / (18 - 2 x 7) = 12 / (18 - 14) = 12 / 4 = 3"}
+
+
+def task_folder(tmp_path, *flags):
+    tasks.main([*flags, f"--out={tmp_path / 'data'}"])
+    return tmp_path / "data", {s: [json.loads(line) for line in (tmp_path / "data_records" / f"{s}.jsonl").open()] for s in ("train", "val")}
+
+
+def test_a_task_trains_and_its_accuracy_is_a_result(tmp_path, capsys):
+    folder, records = task_folder(tmp_path, "arithmetic", "--operands=2,3", "--max_value=12", "--samples=90", "--val_samples=9")
+    meta, everything, run = load_meta(folder), records["train"] + records["val"], tmp_path / "run"
+    assert len({r["prompt"] for r in everything}) == len(everything) == 198 and len(records["val"]) == 18, "no prompt twice"
+    assert (meta["vocab_size"], meta["task"]["operands"]) == (13 + 7 + 1, "2,3")
+    lengths = {len(re.findall(r"\d+|\S", r["prompt"] + r["answer"])) + 2 for r in everything}
+    assert [min(lengths), max(lengths)] == [tasks.longest(2), tasks.longest(3)] == [7, meta["block_size"] + 1]
+    train("--depth=1", f"--dataset={folder}", f"--out_dir={run}", "--max_iters=2", "--batch_tokens=112", "--sample_tokens=0", "--eval_interval=1")
+    result = json.loads((run / "result.json").read_text())
+    assert [at["step"] for at in result["curve"]] == [0, 1, 2] and result["accuracy"] == result["curve"][2]["accuracy"] == log_of(run, "accuracy")[2]
+    assert f"val {result['val_loss']:.4f} accuracy {result['accuracy']:.4f}" in capsys.readouterr().out
+    tasks.main(["accuracy", f"--out_dir={run}"])
+    assert re.findall(r"(?m)^(accuracy\w*) +([\d.]+)$", capsys.readouterr().out) == [(k, f"{result[k]:.4f}") for k in ("accuracy", "accuracy_2", "accuracy_3")]
+    row = json.dumps({"variant": "A", **result}) + "\n"
+    (tmp_path / "toy.jsonl").write_text(row + row.replace('"accuracy": 0.0', '"accuracy": 0.5'))
+    tasks.main(["curves", f"--results={tmp_path / 'toy.jsonl'}"])
+    assert "0: 0.250" in capsys.readouterr().out and (tmp_path / "toy-curves.png").exists()
+
+
+class Parrot(torch.nn.Module):
+    """Knows the answers by heart; `spoil` changes them, eot included."""
+
+    def __init__(self, data, spoil):
+        super().__init__()
+        self.config, self.weight, self.next = SimpleNamespace(block_size=data.block_size), torch.nn.Parameter(torch.zeros(1)), {}
+        for x, y in zip(*data.batch(range(data.n_windows))):
+            prompt, answer = x[:int((y >= 0).int().argmax()) + 1].tolist(), spoil(y[y >= 0].tolist())
+            self.next |= {(*prompt, *answer[:i]): token for i, token in enumerate(answer)}
+
+    def forward(self, idx):
+        return F.one_hot(torch.tensor([[self.next.get(tuple(row), 1)] for row in idx.tolist()]), 257).float(), None
+
+
+@pytest.mark.parametrize("spoil, expected", [
+    (lambda answer: answer, [1, 1, 1]),
+    (lambda answer: answer if len(answer) == 2 else [*answer[:-2], 8 + (answer[-2] - 7) % 21, 0], [.5, 1, 0]),         # the next number; number v is token 8 + v
+    (lambda answer: answer[:-1] + [1] * 20, [0, 0, 0]),        # the right number, but no end
+    (lambda answer: [7, answer[-2], 0], [1, 1, 1]),            # only the last number counts
+])
+def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
+    folder, _ = task_folder(tmp_path, "arithmetic", "--operands=2,3", "--max_value=20", "--samples=5", "--val_samples=20")
+    data, tok = TokenShards(folder, "val", 14), get_tokenizer(str(folder))
+    assert list(tasks.accuracy(Parrot(data, spoil), data, tok, batch_size=7).items()) == list(zip(("accuracy", "accuracy_2", "accuracy_3"), expected))
+
+
+def test_prosqa_is_a_graph_with_one_answer(tmp_path):
+    rng, lengths = random.Random(0), []
+    for s in (tasks.prosqa_sample(rng) for _ in range(60)):
+        edges, symbols, frontier = s["edges"], s["idx_to_symbol"], {s["root"]}
+        above = lambda n: {n}.union(*(above(a) for a, b in edges if b == n))
+        entities = set(range(len(symbols))) - {b for _, b in edges}
+        fact = lambda a, b: ("" if a in entities else "Every ") + f"{symbols[a]} is a {symbols[b]}."
+        *facts, question = re.findall(r"[^.?]+[.?]", s["question"])
+        assert sorted(text.strip() for text in facts) == sorted(fact(a, b) for a, b in edges) and all(a < b for a, b in edges)
+        assert len(set(symbols)) == len(symbols) and {symbols[n] for n in entities} <= set(tasks.NAMES) and s["root"] in entities
+        assert set(re.findall(r"\w+", question)) == {"Is", "a", "or", *(symbols[s[key]] for key in ("root", "target", "neg_target"))}
+        assert not {a for a, _ in edges} & {s["target"], s["neg_target"]} and s["answer"] == fact(s["root"], s["target"])
+        assert s["root"] in above(s["target"]) and s["root"] not in above(s["neg_target"]) and not above(s["target"]) & above(s["neg_target"]) & {0, 1}
+        path = [s["root"]]
+        for step in s["steps"]:
+            assert s["target"] not in frontier, "there is a shorter way"
+            path.append(next(b for a, b in edges if a == path[-1] and fact(a, b) == step))
+            frontier = {b for a, b in edges if a in frontier}
+        assert path[-1] == s["target"] and len(path) >= 4
+        lengths.append(len(path) - 1)
+    assert 3.5 < np.mean(lengths) < 4.2                        # of the published files: 3.8
+    samples = [tasks.prosqa_sample(rng) for _ in range(4)]
+    (tmp_path / "val.json").write_text(json.dumps(samples[:2]))
+    (tmp_path / "train.json.xz").write_bytes(lzma.compress(json.dumps(samples[1:]).encode()))
+    folder, records = task_folder(tmp_path, "prosqa", "--tokenizer=bytes", f"--val={tmp_path / 'val.json'}", f"--train={tmp_path / 'train.json.xz'}")
+    assert records["val"][0] == {"prompt": samples[0]["question"] + "\n", "answer": "\n".join(samples[0]["steps"]) + "\n### " + samples[0]["answer"]}
+    assert [r["prompt"] for r in records["train"]] == [s["question"] + "\n" for s in samples[2:]]      # the second one is in the held-out file
+    data = TokenShards(folder, "val", load_meta(folder)["block_size"])
+    assert tasks.accuracy(Parrot(data, lambda answer: answer), data, get_tokenizer("bytes"))["accuracy"] == 1
+    assert tasks.accuracy(Parrot(data, lambda answer: answer[:9] + [256]), data, get_tokenizer("bytes"))["accuracy"] == 0
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "give one of arithmetic, prosqa, accuracy, curves, not nothing"), (["algebra"], "not algebra"), (["arithmetic", "--operand=3"], "did you mean --operands="),
+    (["arithmetic", "--operands=3,x"], "operands=3,x"), (["arithmetic", "--operands=1"], "operands are numbers from 2 on"), (["arithmetic", "--max_value=1"], "max_value=1"),
+    (["arithmetic", "--operands=2", "--max_value=9"], "only about 92 expressions of 2 operands up to max_value=9"), (["arithmetic", "--samples=0"], "samples=0"),
+    (["prosqa", "--val=nowhere.json"], "nowhere.json cannot be read"), (["prosqa", "--val=torn.json"], "torn.json cannot be read: Expecting"),
+    (["prosqa", "--val=torn.json.xz"], "torn.json.xz cannot be read"), (["prosqa", "--val=dict.json"], "must be a JSON list of samples"),
+    (["prosqa", "--train=half.json"], "half.json, sample 1: it must have texts 'question' and 'answer'"), (["prosqa", "--val=no_steps.json"], "no_steps.json, sample 0"),
+    (["arithmetic", "--out=dict.json"], "is there already: --overwrite=True"), (["accuracy", "--out_dir=nowhere"], "no checkpoint"), (["curves"], "there is no --results="),
+])
+def test_bad_task_settings_and_files_are_named(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = {"question": "Is A a b or c?", "answer": "A is a b.", "steps": ["A is a b."]}
+    for name, text in {"torn.json": '[{"question": "x"', "torn.json.xz": "no xz", "dict.json": "{}", "half.json": json.dumps([whole, {"question": "x"}]),
+                       "no_steps.json": json.dumps([whole | {"steps": []}])}.items():
+        Path(name).write_text(text)
+    with pytest.raises(ConfigError) as error:
+        tasks.main(["--samples=300", "--val_samples=3", "--tokenizer=bytes", "--out=new", *flags])
+    assert message in str(error.value) and not Path("new").exists()
+
+
+# ---------------------------------------------------------------- experiments/analysis.py
+from experiments import analysis
+
+
+def test_entropy_of_equal_and_of_orthogonal_vectors():
+    same, orthogonal = torch.randn(1, 40).expand(9, 40), 3 * torch.linalg.qr(torch.randn(40, 40))[0]
+    two = torch.cat((orthogonal[:1].expand(6, 40), orthogonal[1:2].expand(3, 40)))       # eigenvalues in parts 2/3 and 1/3
+    for z, expected in ((same, 0), (-same.T, 0), (orthogonal[:16], math.log(16)), (orthogonal[:, :7] * 2, math.log(7)),
+                        (two, 2 * math.log((2 / 3) ** .5 + (1 / 3) ** .5))):
+        assert analysis.renyi_entropy(z) == pytest.approx(expected, abs=1e-5)
+    assert analysis.renyi_entropy(two, alpha=2) == pytest.approx(-math.log(5 / 9))
+    pieces = analysis.standardise([torch.randn(5, 3) * 7 + 2, torch.randn(9, 3) - 4])
+    assert [len(z) for z in pieces] == [5, 9] and torch.cat(pieces).mean(0).abs().max() < 1e-6 and torch.cat(pieces).std(0).sub(1).abs().max() < 1e-6
+
+
+def test_probe_separates_what_is_separable_and_guesses_the_rest():
+    torch.manual_seed(0)
+    y = torch.arange(400) % 4
+    separable = F.one_hot(y, 6).float() * 4 + 0.2 * torch.randn(400, 6)
+    assert analysis.probe(separable @ torch.randn(6, 6), y, torch.arange(400)) == [1.0] * 5
+    assert 0.1 < np.mean(analysis.probe(torch.randn(400, 6), y, torch.arange(400))) < 0.4
+    pairs = torch.arange(200) // 2                             # the class is a group's: known groups would give it away, unknown ones do not
+    assert np.mean(analysis.probe(torch.randn(100, 150)[pairs], (torch.randn(100) > 0).long()[pairs], pairs)) < 0.7
+    assert np.mean(analysis.probe(torch.randn(100, 150)[pairs], (torch.randn(100) > 0).long()[pairs], torch.arange(200))) > 0.75
+
+
+@pytest.mark.parametrize("switches", [dict(), dict(memory="none"), dict(attention="mla")], ids=str)
+def test_states_are_those_of_the_forward_pass(switches):
+    model, idx = make("move", **switches), some_tokens(B=2, T=9)
+    seen, block, attend = {}, model.blocks[1], model_move.attend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_move, "attend", lambda q, k, v: seen.setdefault("v", []).append(v) or attend(q, k, v))
+        states = analysis.states(model, idx)
+    assert all(torch.equal(a, b.flatten(2)) for a, b in zip(states["values"], seen["v"])) and len(seen["v"]) == 3
+    rotary = model_move.rotary_tables(0, 9, 16, idx.device)
+    before = model.resid_lambda[1] * states["hiddens"][0] + model.x0_lambda[1] * F.rms_norm(model.embed(idx), (32,))
+    assert torch.allclose(block(before, rotary, model.read(idx), None), states["hiddens"][1], atol=1e-4)
+    rows = [idx[0], idx[1, :4]]                                # the second one is padded, which does not show
+    kept = analysis.collect(model, rows, lambda n, z: z[-1] + n)
+    for kind in ("values", "hiddens"):
+        assert all(torch.allclose(layer[1] - 1, full[1, 3], atol=1e-5) for layer, full in zip(kept[kind], states[kind]))
+
+
+@pytest.fixture(scope="module")
+def analysed(tmp_path_factory):
+    """A folder with text of is, are, was and were, a run trained on it for a moment, and a BLiMP of four pairs a task."""
+    folder, rng = tmp_path_factory.mktemp("analysed"), random.Random(0)
+    for i in range(12):
+        text = " ".join(f"{rng.choice(('it', 'they', 'one'))} {rng.choice(analysis.WORDS)} {rng.choice(('here', 'there'))}" for _ in range(60))
+        (folder / f"{'val' if i < 2 else 'train'}-{i}.txt").write_text(text)
+    data = prepare(source=str(folder), tokenizer="bpe", vocab_size=300, out=str(folder / "data"), workers=1)
+    train(*TINY, f"--dataset={data}", f"--out_dir={folder / 'run'}", "--max_iters=1")
+    for task in analysis.BLIMP:
+        write_jsonl(folder / "blimp" / f"{task}.jsonl", [{"sentence_good": f"it is {word}", "sentence_bad": f"it are {word}"} for word in ("here", "there", "one", "they", "it")])
+    return folder
+
+
+def test_the_analyses_draw_and_count(analysed, capsys, monkeypatch):
+    run = analysed / "run"
+    for name, flags, lows in (("entropy", ["--sequences=3"], (0, math.log(32))), ("separability", ["--occurrences=20"], (.2, 1)), ("blimp", [f"--blimp={analysed / 'blimp'}"], (0, 1))):
+        analysis.main([name, f"--runs={run}", *flags])
+        found = json.loads((run / f"analysis_{name}.json").read_text())[str(run)]
+        assert (run / f"analysis_{name}.png").exists() and found.keys() == {"values", "hiddens"}
+        assert all(len(layers) == 1 and len(layers[0]) == (3 if name == "entropy" else 5) and lows[0] < np.mean(layers[0]) <= lows[1] for layers in found.values()), found
+    assert np.mean(found["hiddens"][0]) > 0.9, "is or are: the embedding tells"
+    model, tok, _ = sample.load_model(run, "cpu")
+    rows, places = analysis.find_words(analysed / "data", tok, 32, 20)
+    words = [tok.decode([int(row[position])]) for row, here in zip(rows, places) for position, _ in here]
+    assert words == [" " + analysis.WORDS[label] for here in places for _, label in here] and {words.count(word) for word in words} == {20}
+    grid = torch.tensor([[[1., 0], [1, 0]], [[.5, .5], [0, 1]]])
+    monkeypatch.setattr(model_move.Model, "inspect", lambda self, idx: {"router": (grid, ("layer", "head", "source"))})
+    analysis.main(["router", f"--runs={run}"])
+    assert json.loads((run / "analysis_router.json").read_text())[str(run)] == {"layers": [[1, 0], [.25, .75]], "heads": [[1, 0], [1, 0], [.5, .5], [0, 1]]}
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["entropy"], "and --runs="), (["colour", "--runs=RUN"], "give one of entropy, separability, blimp, router"), (["router", "--runs=RUN"], "for models with routers"),
+    (["separability", "--runs=RUN", "--occurrences=1000000"], "has too few of is ("), (["separability", "--runs=RUN", "--dataset=BYTES"], "was trained with another tokenizer, bpe"),
+    (["blimp", "--runs=RUN", "--blimp=nowhere"], "has no determiner_noun_agreement_with_adj_irregular_1.jsonl"), (["entropy", "--runs=nowhere"], "no checkpoint nowhere"),
+])
+def test_bad_analyses_are_named(flags, message, analysed, text_folder):
+    flags = [flag.replace("RUN", str(analysed / "run")).replace("BYTES", str(text_folder)) for flag in flags]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        analysis.main(flags)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def settings(exp, scale, name):
 
 
 def prepared_data(exp, opt):
-    """The folder for train.py's --dataset; runs the experiment's `prepare` if that folder is not there yet."""
+    """The folder for train.py's --dataset; runs the experiment's `prepare` (prepare_fineweb.py's options, or a command) if it is not there yet."""
     prepare = exp["prepare"][opt.scale] if isinstance(exp["prepare"], dict) else exp["prepare"]
     if opt.dataset or not prepare:
         return opt.dataset
@@ -118,8 +118,9 @@ def prepared_data(exp, opt):
     if not folder:
         raise ConfigError(f"{exp['name']}: `prepare` must say --out=data/NAME, so that it shares no folder with other settings")
     if not (ROOT / folder[1] / "meta.json").is_file():
-        print("$ python prepare_fineweb.py", prepare, flush=True)
-        if subprocess.run([sys.executable, "prepare_fineweb.py", *prepare.split()], cwd=ROOT).returncode:
+        command = [*["prepare_fineweb.py"] * prepare.startswith("--"), *prepare.split()]
+        print("$ python", *command, flush=True)
+        if subprocess.run([sys.executable, *command], cwd=ROOT).returncode:
             raise ConfigError("the data could not be prepared (see above); --dataset=FOLDER runs the experiment on data that you have")
     return folder[1]
 
@@ -285,11 +286,10 @@ def table(exp, opt, rows):
 
 def plot(exp, rows, file):
     """Differences to the baseline: every seed, their mean with its 95% bar, and the paper's."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     names = [name for name in exp["variants"] if name != exp["baseline"]]
-    fig, ax = plt.subplots(figsize=(7, 1.5 + 0.4 * len(names)), layout="constrained")
+    fig = Figure(figsize=(7, 1.5 + 0.4 * len(names)), layout="constrained")
+    ax = fig.subplots()
     for y, name in enumerate(names):
         if d := differences(exp, rows, name, exp["baseline"]):
             ax.plot(d, [y] * len(d), ".", color="C0", alpha=0.5)
@@ -302,7 +302,6 @@ def plot(exp, rows, file):
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(*zip(*{label: (handle, label) for handle, label in zip(handles, labels)}.values())) if labels else None
     fig.savefig(file, dpi=120)
-    plt.close(fig)
 
 
 def main(path, argv, dataset=""):
