@@ -44,7 +44,7 @@ class Config:
     n_head: int = 32              # H, query heads
     n_kv_head: int = -1           # H_kv, key/value heads; -1: n_head (fewer: grouped-query attention; the paper has 8 and 32)
     n_embd: int = 2048            # d, width
-    n_inner: int = 8192           # width of the MLP's hidden layer
+    n_inner: int = -1             # width of the MLP's hidden layer; -1: 4*n_embd
     router: str = ""              # static | none | average | last-4 | first-4 | first-4-prev | dilated-8 | no-head-mix | per-dim | dynamic
                                   # "": static, or none beside a baseline; any number for 4 and 8
     baseline: str = ""            # denseformer | hyper: another way to reach earlier layers, instead of a router
@@ -55,6 +55,8 @@ class Config:
     def __post_init__(self):
         if self.n_kv_head == -1:
             self.n_kv_head = self.n_head
+        if self.n_inner == -1:
+            self.n_inner = 4 * self.n_embd
         if self.router == "":
             self.router = "none" if self.baseline else "static"
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner"):
@@ -73,9 +75,8 @@ class Config:
 
     @classmethod
     def from_depth(cls, depth, **overrides):
-        """The depth dial: width 64*depth in heads of 64 channels, as in the paper's models; the MLP is four times as wide."""
-        width = overrides.get("n_embd", 64 * depth)
-        return cls(**{**dict(n_layer=depth, n_embd=width, n_head=depth, n_inner=4 * width), **overrides})
+        """The depth dial: width 64*depth, heads of 64 channels as in the paper's 1B model."""
+        return cls(**{**dict(n_layer=depth, n_embd=64 * depth, n_head=depth), **overrides})
 
     @property
     def head_dim(self):
@@ -184,29 +185,6 @@ class Attention(nn.Module):
 
 # ================================================================ the idea ================================================================
 
-class Mix(torch.autograd.Function):
-    """R @ joined: R (H_kv, n*H_kv), joined the n sources (H_kv, B, T, d_h) side by side as one matrix (n*H_kv, B*T*d_h).
-
-    Left to autograd, every layer would keep its joined matrix for the backward pass, O(L^2) memory in all. This keeps the
-    sources, which all layers share, so O(L), and joins them again. (R and sources may have one more dimension in front.)
-    """
-
-    @staticmethod
-    def forward(ctx, R, *sources):
-        ctx.save_for_backward(R, *sources)
-        return R @ Mix.join(R, sources)
-
-    @staticmethod
-    def backward(ctx, grad):
-        R, *sources = ctx.saved_tensors
-        grads = (R.mT @ grad).split(R.size(-2), -2)
-        return grad @ Mix.join(R, sources).mT, *[g.reshape(source.shape) for g, source in zip(grads, sources)]
-
-    @staticmethod
-    def join(R, sources):
-        return torch.cat(sources, R.ndim - 2).flatten(R.ndim - 1)
-
-
 class Router(nn.Module):
     """One layer's mixture of the keys and values of all layers so far (section 4).
 
@@ -234,13 +212,17 @@ class Router(nn.Module):
     def forward(self, buffer, x):
         """buffer: (K, V) of the layers so far, each (B, T, H_kv, d_h); x (B, T, d) the normed hidden state -> K~, V~."""
         keys, values = zip(*[buffer[layer] for layer in self.sources])
-        R = self.weights(x).to(x.dtype)
-        return self.mix(R, keys), self.mix(R, values)
+        R = self.weights(x)
+        if not torch.is_grad_enabled():
+            return self.mix(R, *keys), self.mix(R, *values)
+        # mix() makes one matrix of all sources, for one product. If every layer kept its matrix for the backward pass, that would
+        # be O(L^2) memory: checkpoint keeps the sources, which all layers share, so O(L), and joins them again.
+        return tuple(checkpoint(self.mix, R, *sources, use_reentrant=False, preserve_rng_state=False) for sources in (keys, values))
 
-    def mix(self, R, sources):
+    def mix(self, R, *sources):
         B, T, H, d_h = sources[0].shape
-        mixed = Mix.apply(R, *[source.permute(2, 0, 1, 3) for source in sources])                        # (H_kv, B*T*d_h)
-        return mixed.view(H, B, T, d_h).permute(1, 2, 0, 3)
+        joined = torch.cat([source.permute(2, 0, 1, 3) for source in sources]).flatten(1)                # (n*H_kv, B*T*d_h)
+        return (R @ joined).view(H, B, T, d_h).permute(1, 2, 0, 3)
 
 
 ROUTERS = {"static": (Router, lambda layer, j: range(layer + 1))}      # class, and the layers that it mixes; more below the fold
@@ -402,7 +384,7 @@ class Average(Router):
         pass
 
     def weights(self, x):
-        return torch.eye(self.heads, device=x.device).repeat(1, len(self.sources)) / len(self.sources)
+        return torch.eye(self.heads, device=x.device, dtype=x.dtype).repeat(1, len(self.sources)) / len(self.sources)
 
 
 class NoHeadMix(Router):
@@ -423,10 +405,10 @@ class PerDim(Router):
         super().__init__(config, sources)
         self.R = nn.Parameter(torch.empty(config.head_dim, *self.R.shape))
 
-    def mix(self, R, sources):
+    def mix(self, R, *sources):
         B, T, H, d_h = sources[0].shape
-        mixed = Mix.apply(R, *[source.permute(3, 2, 0, 1) for source in sources])                        # (d_h, H_kv, B*T)
-        return mixed.view(d_h, H, B, T).permute(2, 3, 1, 0)
+        joined = torch.cat([source.permute(3, 2, 0, 1) for source in sources], 1).flatten(2)             # (d_h, n*H_kv, B*T)
+        return (R @ joined).view(d_h, H, B, T).permute(2, 3, 1, 0).contiguous()                          # flash attention needs it
 
 
 class Dynamic(Router):
@@ -441,10 +423,10 @@ class Dynamic(Router):
         self.W.weight.zero_()
 
     def weights(self, x):
-        return self.R + self.W(x).view(-1, *self.R.shape)                                                # (B*T, H_kv, n*H_kv)
+        return self.R + self.W(x).view(*x.shape[:2], *self.R.shape)                                      # (B, T, H_kv, n*H_kv)
 
-    def mix(self, R, sources):
-        return Mix.apply(R, *[source.flatten(0, 1) for source in sources]).view(sources[0].shape)
+    def mix(self, R, *sources):
+        return R @ torch.cat(sources, 2)                                                                 # (B, T, n*H_kv, d_h)
 
 
 EVERY = ROUTERS["static"][1]
