@@ -311,7 +311,7 @@ class UltraMemV2(nn.Module):
                 f"give ring:g, noring:g or block:g for g of the {L} memory layers (block: g a divisor)")
         c.check(math.isqrt(c.virtual) ** 2 == c.virtual, "virtual", "must be a square, since each side's keys grow by its root")
         c.check(c.top_m <= min(c.top_m, 128, n) ** 2, "top_m n_keys", "at most min(128, n_keys)^2 slots can be picked")
-        c.check(c.init_match in ("paper", "silu"), "init_match", "choose paper or silu")
+        c.check(c.init_match in ("paper", "silu") and c.value_lr_until > 0, "init_match value_lr_until", "choose paper or silu, and a fraction above 0")
         c.check(c.value_dim % c.core_heads == 0, "value_dim core_heads", "each core weighs a slice: core_heads must divide value_dim")
 
 
