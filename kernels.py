@@ -388,7 +388,7 @@ def gather_dot_torch(table, indices, x, blocks, n_blocks, H, dtype):
                           for i, x_part, part in parts])
     result = torch.arange(P, device=device)[:, None] * n_blocks + (0 if blocks is None else blocks)
     index = (indices[..., None] * H + h).reshape(-1)                                  # (P*k*H,) slice of the table
-    bag = (result[..., None] * H + h).expand(P, k, H).reshape(-1)                     # (P*k*H,) slice of x
+    bag = (result[..., None] * H + h).expand(P, k, H).reshape(-1).contiguous()        # (P*k*H,) slice of x; one query: a view
     # the operator behind embedding_bag's own gradient for its weights: one dot product per entry, no (P*k, d) tensor
     dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         x.to(acc).reshape(-1, d // H), table.view(-1, d // H), index, bag[:1], bag, 0, -1)

@@ -1165,6 +1165,10 @@ VARIANTS = {                                                   # every model fil
              dict(attention="mla"), dict(attention="mla", memory="lave"), dict(attention="mla", memory="none", n_kv_head=1), dict(sparse_memory=True)],
     "lime": [dict(), dict(router="none"), dict(router="average"), dict(router="last-2"), dict(router="first-1"), dict(router="dilated-2"),
              dict(router="no-head-mix"), dict(router="per-dim"), dict(router="dynamic"), dict(n_kv_head=1, tied=False), dict(baseline="denseformer"), dict(baseline="hyper")],
+    "ultramem": [dict(), dict(memory="none"), dict(n_keys=12, top_m=4, share="ring:2", sparse_memory=True), dict(n_keys=12, top_m=4, heads=2, rank_queries=0, pre_value_dim=0),
+                 dict(n_keys=12, top_m=4, mem_layers="0,2", virtual=4, pre_activation=True, tied=False), dict(memory="ultramem", n_keys=12, top_m=4, mem_layers="0:1/1:2"),
+                 dict(memory="ultramem", n_keys=12, top_m=4, mem_layers="all", pre_value_dim=4, share="noring:2"), dict(memory="pkm", n_keys=12, top_m=4),
+                 dict(memory="memory+", n_keys=12, top_m=4, sparse_memory=True), dict(memory="peer", n_keys=12, heads=1, top_m=2), dict(memory="moe", n_keys=6, top_m=2)],
 }
 CASES = [pytest.param(name, switches, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in switches.items()) or 'default'}")
          for name, rows in VARIANTS.items() for switches in rows]
@@ -1205,7 +1209,7 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
         for o in optimizers:
             o.step()
             o.zero_grad()
-    assert first == pytest.approx(math.log(61), abs=0.1) and loss.item() < 0.7 * first
+    assert first == pytest.approx(math.log(61), abs=0.35) and loss.item() < 0.7 * first
     still = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
     assert not still, f"never updated: {still}"
 
@@ -1322,7 +1326,8 @@ def test_meta_device_depth_dial_and_inspect(name):
 def test_shared_tensors_start_equal_across_variants(name):
     """Paired comparisons need it: adding a memory must not change how anything else is initialised."""
     module = importlib.import_module(f"model_{name}")
-    with_memory, without = make(name, randomize=False, seed=7), make(name, randomize=False, seed=7, **module.DENSE)
+    width = {"n_inner": 64} if "n_inner" in module.Config.__dataclass_fields__ else {}                      # else it may follow from the memory
+    with_memory, without = make(name, randomize=False, seed=7, **width), make(name, randomize=False, seed=7, **width, **module.DENSE)
     theirs, ours = dict(without.named_parameters()), dict(with_memory.named_parameters())
     assert theirs.keys() < ours.keys() and all(torch.equal(p, ours[n]) for n, p in theirs.items())
     other = dict(make(name, randomize=False, seed=8).named_parameters())
@@ -1829,6 +1834,330 @@ def test_lime_config_fills_in_what_is_automatic():
     assert C().n_inner == 8192 and C().n_kv_head == 32 and C.from_depth(12, n_embd=512).n_inner == 2048 and C.from_depth(12).head_dim == 64
     for saved in (vars(C.from_depth(3, router="first-2-prev", n_kv_head=1)), vars(C.from_depth(3, baseline="denseformer"))):
         assert vars(C(**saved)) == saved, "a checkpoint's fields must build the same Config"
+# ================================================================ model_ultramem.py: UltraMemV2
+
+def slow_ultramem(memory, x, tables, which):
+    """A memory layer on tokens x (P, d) in loops over tokens, heads and slots, from the paper's equations; differentiable. which: the tables
+    that the layer picks from (Table 7)."""
+    c, r, out = memory.config, memory.retrieve, []
+    norm = lambda t, weight: t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    N, n, E = c.n_keys ** 2, r.keys.size(3), c.virtual
+    reach, m_key = n * n // E, min(c.top_m, 128, n)
+    for token in x:
+        q, y = norm((r.W_q.weight @ token).view(2, -1, c.key_dim), r.q_norm.weight).expand(2, 2, -1), [0.0] * E
+        for h in range(c.heads):
+            S_row, S_col = (norm(r.keys[h, side], r.k_norm.weight) @ q[side, :, :, None] for side in (0, 1))          # (r, n, 1)    eq. 6
+            S_row, S_col = S_row[..., 0], S_col[..., 0]
+            U, _, Vh = torch.linalg.svd(r.core[:, h].sum(0).detach())                                               # eq. 16
+            sign = U[:, 0].sum().sign()
+            rows, cols = (sign * U[:, 0] @ S_row).topk(m_key).indices, (sign * Vh[0] @ S_col).topk(m_key).indices
+            grid = [(i, j, torch.stack([S_row[:, i] @ C @ S_col[:, j] for C in r.core[:, h]])) for i in rows for j in cols]   # eqs. 7, 11
+            for i, j, s in sorted(grid, key=lambda cell: -float(cell[2].sum()))[:c.top_m]:
+                block, within = divmod(int(r.perm[i * n + j]), reach)                                               # eq. 8
+                row = which[within // N] * N + within % N
+                if memory.W_pre is not None:
+                    p = tables.pre_table[row] @ (memory.W_pre.weight @ token)
+                    s = s * (F.gelu(p) if c.pre_activation else p)                                                  # eqs. 13, 15
+                y[block] = y[block] + s.repeat_interleave(c.value_dim // len(s)) * tables.value_table[row]
+        y = [t if torch.is_tensor(t) else torch.zeros(c.value_dim, dtype=x.dtype) for t in y]
+        out.append(memory.W_out.weight @ (torch.cat(y) if memory.separate else sum(y)))                             # eq. 9, eq. 12
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("layer, which, switches", [
+    (1, [0], dict()), (1, [0], dict(heads=2, rank_queries=0, pre_value_dim=0)), (1, [0], dict(virtual=4, pre_activation=True, core_heads=3)),
+    (2, [2, 0], dict(share="ring:2")), (2, [1, 2], dict(share="noring:2", n_keys=4)), (1, [0, 1, 2], dict(share="block:3")),
+    (1, [0], dict(memory="ultramem", mem_layers="all")), (0, [0], dict(memory="ultramem", mem_layers="all", pre_value_dim=4, heads=1)),
+], ids=str)
+def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(layer, which, switches):
+    model = make("ultramem", torch.float64, **{**dict(n_keys=5, top_m=4, value_dim=12), **switches}).eval()
+    memory, x = model.blocks[layer].memory, torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
+    tables = model.tables[0 if model.config.share else layer]
+    parameters = [x, *memory.parameters(), *tables.parameters()]
+    y, want = memory(x[None], model.tables)[0][0], slow_ultramem(memory, x, tables, which)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(memory(x[None, :1], model.tables)[0][0], want[:1])          # one token, as in decoding
+    for ours, theirs in zip(*(torch.autograd.grad(t.square().sum(), parameters) for t in (y, want))):
+        assert ours.abs().max() > 0
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("memory", ["pkm", "memory+", "peer", "moe"])
+def test_ultramem_rivals_equal_their_equations_over_all_slots(memory):
+    model = make("ultramem", torch.float64, memory=memory, n_keys=5, top_m=3 if memory != "moe" else 2, mem_layers="0,2").eval()
+    module, c, x = model.blocks[2].memory, model.config, torch.randn(6, 32, dtype=torch.float64)
+    r, out = module.retrieve, []
+    for token in x:
+        if memory == "moe":
+            p, y = (r.W_r.weight @ token).softmax(0), 0
+            for e in p.topk(2).indices:                        # not renormalised
+                gate, up, down = module.expert_table[e]
+                y = y + p[e] * (F.silu(gate @ token) * (up @ token)) @ down                                         # eq. 2
+        else:
+            tables, y = model.tables[0 if memory == "memory+" else 1], 0
+            q = (r.W_q.weight @ token).view(c.heads, 2, -1)
+            for h in range(c.heads):
+                best, slots = ((r.keys[h, 0] @ q[h, 0])[:, None] + (r.keys[h, 1] @ q[h, 1])[None]).flatten().topk(3)   # eqs. 3, 4
+                hidden = F.gelu(tables.pre_table[slots] @ token) if memory == "peer" else 1
+                y = y + (best.softmax(0) * hidden) @ tables.value_table[slots]                                      # eq. 5
+            if memory == "memory+":
+                y = module.W_out.weight @ (y * F.silu(module.W_g.weight @ token))
+        out.append(y)
+    torch.testing.assert_close(module(x[None], model.tables)[0][0], torch.stack(out))
+    assert model.blocks[1].memory is None and (model.blocks[2].mlp is None) == (memory == "moe") and model.blocks[1].mlp is not None
+    assert len(model.tables) == dict(moe=0).get(memory, 1 if memory == "memory+" else 2)
+
+
+def test_ultramem_search_is_exact_for_rank_one_cores_and_not_otherwise():
+    """Where the core has rank 1, S_grid = lambda a b^T. a, b >= 0: the prefilter loses nothing, m_key = m. Mixed signs: it finds the best of
+    the cells with a > 0 and b > 0, never a cell where both are negative. At init cores are not rank 1: recall against the whole grid."""
+    torch.manual_seed(0)
+    r, n, m = make("ultramem", n_keys=20, top_m=6).blocks[0].memory.retrieve, 20, 6
+    r.core.data = torch.tensor([[2.0, 1.0]]).T * torch.tensor([[1.0, 3.0]]).expand(1, 1, 2, 2)
+    u, v = r.singular_vectors()
+    s_row, s_col = torch.randn(2, 50, 1, 2, n)
+    for low in (0.0, -math.inf):
+        a, b = ((w[..., None] * s).sum(2)[:, 0].clamp(min=low) for w, s in ((u, s_row), (v, s_col)))                # (50, n)
+        row, col = (w[..., None] * t[:, None, None] for w, t in ((u, a), (v, b)))                                  # scores whose a, b these are
+        scores, cells = kernels.tucker_topk(row, col, u, v, r.core, m, m)
+        full = torch.linalg.matrix_norm(r.core[0, 0], 2) * a[:, :, None] * b[:, None, :]
+        both_positive = (a[:, :, None] > 0) & (b[:, None, :] > 0) | (low == 0)
+        best = full.where(both_positive, -1).flatten(1).topk(m)
+        torch.testing.assert_close(scores[:, 0, :, 0], best.values)
+        assert (full.flatten(1).topk(m).values > best.values + 1e-3).any() == (low < 0), "two negative sides make a good cell"
+    model = importlib.import_module("model_ultramem").Model(importlib.import_module("model_ultramem").Config.from_depth(4, vocab_size=61))
+    model.init_weights()
+    r = model.blocks[0].memory.retrieve
+    q = r.q_norm(r.W_q(torch.randn(64, 256)).view(64, 2, 2, 64))
+    row, col = torch.einsum("psxd,rsxnd->sprxn", q, r.k_norm(r.keys))
+    full = torch.einsum("pxi,xy,pyj->pij", row[:, 0], r.core[:, 0].sum(0), col[:, 0]).flatten(1).topk(32).indices
+    found = kernels.tucker_topk(row, col, *r.singular_vectors(), r.core, 32, 32)[1][:, 0]
+    recall = (found[:, :, None] == full[:, None, :]).any(1).float().mean().item()
+    print(f"recall of the rank-1 prefilter at init, n = {r.keys.size(3)}, m = 32: {recall:.2f}")
+    assert 0.3 < recall < 0.8
+
+
+def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
+    model = make("ultramem", n_keys=6, top_m=4, heads=2)
+    r, U, last = model.blocks[1].memory.retrieve, torch.linalg.svd, None
+    model.init_weights()
+    assert (r.singular_vectors()[0].sum(1) >= 0).all() and (r.u == 1).all()
+    for step in range(40):                                     # the core turns around: so must u, which no rule without memory can do
+        turn = torch.tensor([[math.cos(step / 10), -math.sin(step / 10)], [math.sin(step / 10), math.cos(step / 10)]])
+        r.core.data[:] = turn @ torch.diag(torch.tensor([2.0, 1.0]))
+        u, v = r.singular_vectors()
+        assert last is None or (u * last).sum(1).min() > 0.99
+        left, values, right = U(r.core.sum(0))
+        for h in range(2):
+            torch.testing.assert_close(u[h, :, None] * v[h], left[h, :, :1] * right[h, :1])    # the pair, whatever its sign
+        model(some_tokens())
+        assert step == 0 or not torch.equal(r.u, u), "only begin_step writes"
+        model.begin_step(step, 40)
+        last = u
+        assert torch.equal(r.u, u) and torch.equal(r.v, v)
+    assert (last[:, 0] < -0.7).all()                           # 3.9 rad: the other way round
+    torch.testing.assert_close(importlib.import_module("model_ultramem").singular_values(r.core.sum(0)).T, values)
+
+
+@pytest.mark.parametrize("m, value_dim, pre_value_dim, n_layer", [(32, 48, 16, 2), (8, 32, 32, 6), (64, 96, 8, 3), (16, 64, 0, 4)])
+def test_ultramem_starts_with_the_variance_of_the_ffn(m, value_dim, pre_value_dim, n_layer):
+    """Eq. 25 for the memory; a real SwiGLU is 1.8 times below it (its SiLU is no truncated normal), which init_match="silu" meets."""
+    for match, share_of_paper in (("paper", 1.0), ("silu", 1 / 1.8)):
+        model = make("ultramem", randomize=False, n_embd=256, n_layer=n_layer, n_inner=512, n_keys=64, key_dim=64, top_m=m, value_dim=value_dim,
+                     pre_value_dim=pre_value_dim, init_match=match)
+        x, block = torch.randn(1, 1000, 256), model.blocks[1]
+        with torch.no_grad():
+            scores, y, ffn = block.memory.retrieve(x[0])[0], block.memory(x, model.tables)[0], block.mlp(x)
+        eq25 = (0.064 * 512 / 256 / (2 * n_layer)) ** 0.5
+        assert scores.mean().item() == pytest.approx(1, abs=0.05)
+        assert y.std().item() == pytest.approx(eq25 * share_of_paper, rel=0.1)
+        assert ffn.std().item() == pytest.approx(eq25 / 1.8, rel=0.1)
+
+
+ULTRAMEM_PAPER = {                # Table 10: total (billions), active (millions); and what our shapes give, where it is not the paper's
+    "227m_1.2b": (1.18, 225), "olmoe_227m_1.2b": (1.18, 227), "olmoe_1b_7b": (6.71, 1070),
+    "1b_7b": (6.218, 1079),       # the paper prints 6.70B, which its own shape does not give: 5.14B of values, 1.08B of the rest
+    "memoryplus_227m_1.2b": (1.197, 241.4),    # paper: 1.19, 228; with D_v = 768 for its 384, which would give 0.70B
+    "ultramem_227m_1.2b": (1.193, 228.7),      # paper: 1.18, 225
+}
+
+
+@pytest.mark.parametrize("preset, paper", ULTRAMEM_PAPER.items())
+def test_ultramem_parameter_counts(preset, paper):
+    """The paper counts the tied embedding as active, but not in the total; of the untied ones neither."""
+    module = importlib.import_module("model_ultramem")
+    with torch.device("meta"):
+        model = module.Model(module.Config(**module.PRESETS[preset]))
+    counts, c = model.param_counts(), model.config
+    embed = c.vocab_size * c.n_embd
+    total, active = counts["total"] - embed * (1 if c.tied else 2), counts["active"] - (0 if c.tied else embed + c.n_embd)
+    assert (total / 1e9, active / 1e6) == pytest.approx(paper, rel=0.01)
+    layers = dict(memoryplus=1, ultramem=4).get(preset.split("_")[0], c.n_layer)
+    experts = c.n_layer * 64 * 3 * c.n_embd * c.n_inner // 8
+    assert counts["memory"] == (experts if c.memory == "moe" else c.n_keys ** 2 * (c.value_dim + c.pre_value_dim) * layers)
+    assert counts["memory"] == {"227m_1.2b": 995_328_000, "1b_7b": 5_138_546_688}.get(preset, counts["memory"])
+
+
+@pytest.mark.parametrize("depth", [4, 12])
+def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default(depth):
+    module, counts = importlib.import_module("model_ultramem"), {}
+    with torch.device("meta"):
+        for memory in ("none", *module.MEMORIES):
+            counts[memory] = module.Model(module.Config.from_depth(depth, vocab_size=4096, memory=memory)).param_counts()
+    reference = counts["ultramemv2"]
+    for memory, count in counts.items():
+        assert count["active"] == pytest.approx(reference["active"], rel=0.015), memory
+        assert memory == "none" or count["total"] == pytest.approx(reference["total"], rel=0.01), memory
+
+
+def test_ultramem_layers_share_tables_as_in_table_7():
+    def tables(share, L=24):
+        config = importlib.import_module("model_ultramem").Config(n_layer=L, n_keys=4, top_m=4, share=share)
+        with torch.device("meta"):
+            memories = [block.memory for block in importlib.import_module("model_ultramem").Model(config).blocks]
+        return [{1 + (m.offset // 16 + j) % L for j in range(config.grid[1])} for m in memories]
+    assert [tables("noring:4")[l - 1] for l in (1, 2, 3, 4, 5, 24)] == [{1, 2, 3, 4}, {1, 2, 3, 4}, {2, 3, 4, 5}, {3, 4, 5, 6}, {4, 5, 6, 7}, {21, 22, 23, 24}]
+    assert [tables("block:4")[l - 1] for l in (1, 4, 5, 24)] == [{1, 2, 3, 4}, {1, 2, 3, 4}, {5, 6, 7, 8}, {21, 22, 23, 24}]
+    ring = tables("ring:4")                                    # the paper's, with tables numbered from a layer earlier
+    assert ring[0] == {1, 2, 3, 4} and ring[23] == {24, 1, 2, 3} and all(sum(t in s for s in ring) == 4 for t in range(1, 25))
+    assert all(l in s for l, s in enumerate(tables("noring:9"), 1)) and all(l in s for l, s in enumerate(tables("block:6"), 1))
+    side = lambda g: importlib.import_module("model_ultramem").Config(n_layer=24, n_keys=964, share=f"ring:{g}").grid[3]
+    assert [side(g) for g in (1, 4, 9, 16)] == [964, 1928, 2892, 3856]     # the paper prints 2896 at g = 9
+
+
+def test_ultramem_v1_reads_in_one_block_and_adds_after_a_later_one():
+    model, idx, inputs = make("ultramem", memory="ultramem", n_keys=6, top_m=4, mem_layers="0:1").eval(), some_tokens(), {}
+    for place in [(1, model.blocks[1]), (2, model.blocks[2])]:
+        place[1].register_forward_pre_hook(lambda module, args, n=place[0]: inputs.setdefault(n, []).append(args[0]))
+    added = []
+    model.blocks[0].memory.register_forward_hook(lambda module, args, output: added.append(output[0]))
+    with torch.no_grad():
+        model(idx)
+        model.tables[0].value_table.zero_()
+        model(idx)
+    assert torch.equal(*inputs[1]) and added[0].abs().max() > 0.1
+    torch.testing.assert_close(inputs[2][0] - inputs[2][1], added[0], atol=1e-5, rtol=1e-5)
+    layers = lambda memory, L=20: importlib.import_module("model_ultramem").Config(memory=memory, n_layer=L).placement
+    assert layers("ultramem") == {2: 5, 6: 9, 10: 13, 14: 17} and list(layers("memory+")) == [4, 8, 12, 16] and len(layers("peer")) == 20
+
+
+def test_ultramem_auxiliary_losses_change_gradients_and_not_the_loss():
+    idx = some_tokens()
+    for switches in (dict(tucker_penalty=0.5), dict(balance_loss=0.5), dict(memory="moe", n_keys=6, top_m=2)):
+        size = dict(n_keys=12, top_m=4, core_heads=1) if "memory" not in switches else {}
+        model, plain = make("ultramem", **size, **switches), make("ultramem", **size, **{**switches, "tucker_penalty": 0.0, "balance_loss": 0.0})
+        assert torch.equal(model(idx, idx)[1], plain(idx, idx)[1])
+        x, module = torch.randn(1, 200, 32), model.blocks[1].memory
+        aux, r = module(x, model.tables)[1], module.retrieve
+        assert torch.autograd.grad(aux, r.W_r.weight if "memory" in switches else r.core if "tucker_penalty" in switches else r.keys)[0].abs().max() > 0
+        if "tucker_penalty" in switches:
+            values = torch.linalg.svdvals(r.core[0, 0])
+            assert aux.item() == pytest.approx(0.5 * max(0, values[1].item() - 0.15) ** 2, rel=1e-4)                # eq. 17
+        elif "balance_loss" in switches:
+            r.keys.data[:] = r.keys.data[:, :, :, :1]          # equal keys: p is uniform, whatever the picks
+            assert r(x[0])[2].item() == pytest.approx(0.5 * 2, rel=1e-4)                                            # eq. 19: beta a side
+        else:
+            r.W_r.weight.data.zero_()
+            assert r(x[0])[2].item() == pytest.approx(0.01 + 0.001 * math.log(6) ** 2, rel=1e-4)
+        model.eval()
+        assert not torch.is_tensor(r(x[0])[2]) or "memory" in switches
+        grads = [torch.autograd.grad(m.train()(idx, idx)[1], m.blocks[0].attn.W_Q.weight)[0] for m in (model, plain)]
+        assert torch.equal(*grads) == ("tucker_penalty" in switches or "memory" in switches)
+
+
+def test_ultramem_compiles_in_one_graph():
+    model, idx = make("ultramem", n_keys=12, top_m=4, n_layer=2), some_tokens()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for net in (model, compiled):
+        loss = net(idx, idx)[1]
+        loss.backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        if net is model:
+            want = loss, grads
+    torch.testing.assert_close((loss, grads), want)
+
+
+def test_ultramem_sparse_gradients_are_the_dense_ones_on_the_touched_rows():
+    idx = some_tokens()
+    for switches in (dict(share="ring:2"), dict(memory="ultramem", mem_layers="0:1/1:2"), dict(memory="memory+"), dict(memory="peer")):
+        dense, sparse = (make("ultramem", n_keys=12, top_m=4, sparse_memory=flag, **switches) for flag in (False, True))
+        for model in (dense, sparse):
+            for p in model.tables.parameters():
+                kernels.keep_coalesced(p)
+            for part in idx.split(1):                          # two micro-batches
+                model(part, part)[1].backward()
+        for a, b in zip(dense.tables.parameters(), sparse.tables.parameters()):
+            assert b.grad.is_coalesced() and 0 < b.grad._nnz() < len(b)
+            torch.testing.assert_close(b.grad.to_dense(), a.grad)
+
+
+def test_ultramem_trains_sparsely_with_decaying_value_rates_and_resumes(text_folder, tmp_path):
+    """value_lr=4 until half of the run: 4, 3.5, ... 1 times the rate. A resumed run goes on bit for bit, singular vectors included."""
+    flags = ["--model=ultramem", "--depth=1", "--block_size=32", "--batch_tokens=128", "--sample_tokens=0", "--log_interval=1", "--max_iters=12",
+             "--eval_interval=6", "--eval_tokens=256", f"--dataset={text_folder}", "--n_keys=12", "--top_m=4", "--sparse_memory=True", "--value_lr=4",
+             "--value_lr_until=0.5"]
+    run = train(*flags, f"--out_dir={tmp_path / 'whole'}")
+    rates = {}
+    for step in (0, 3, 6, 11):
+        run["train_step"](run["net"], run["params"], run["optimizers"], *run["fetch"](step), step)
+        rates[step] = {o.param_groups[0]["kind"]: o.param_groups[0]["lr"] for o in run["optimizers"]}
+    assert [rates[s]["sparse"] / rates[s]["adamw"] for s in (0, 3, 6, 11)] == pytest.approx([4, 2.5, 1, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+
+        def shuffled(self, seed, rows, original=prepare_fineweb.TokenShards.shuffled):
+            calls.append(rows)
+            if len(calls) == 8:
+                signal.raise_signal(signal.SIGINT)
+            return original(self, seed, rows)
+        patch.setattr(prepare_fineweb.TokenShards, "shuffled", shuffled)
+        train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
+    train(f"--dataset={text_folder}", f"--out_dir={tmp_path / 'part'}", "--init_from=resume")
+    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole") and len(log_of(tmp_path / "part")) == 12
+    a, b = (torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["model"] for name in ("whole", "part"))
+    assert all(torch.equal(a[k], b[k]) for k in a) and "blocks.0.memory.retrieve.u" in a and "blocks.0.memory.retrieve.perm" in a
+
+
+def test_ultramem_inspect_counts_the_use_of_slots():
+    model, idx = make("ultramem", n_keys=12, top_m=4), some_tokens(1, 9)
+    seen = {name: tensor for name, (tensor, axes) in model.inspect(idx).items()}
+    slots = []
+    model.blocks[2].memory.retrieve.register_forward_hook(lambda module, inputs, output: slots.append(output[:2]))
+    model(idx)
+    scores, slots = slots[0]
+    uses = torch.zeros(144)
+    for slot in slots.flatten().tolist():
+        uses[slot] += 1
+    p = uses / 36
+    assert seen["dead"][2] == pytest.approx((uses == 0).float().mean()) and seen["use"].shape == (3, 12)
+    assert seen["use"][2, :3].tolist() == pytest.approx([(uses == 0).float().mean(), (uses == 1).float().mean(), ((uses == 2) | (uses == 3)).float().mean()])
+    assert seen["kl"][2] == pytest.approx((p[p > 0] * (p[p > 0] * 144).log()).sum().item(), rel=1e-5)
+    assert seen["top1_score"][2] == pytest.approx(scores.mean(2)[:, 0].mean().item()) and seen["score"][2] == pytest.approx(scores.mean().item())
+    assert seen["lambda1"][2] == pytest.approx(torch.linalg.svdvals(model.blocks[2].memory.retrieve.core.sum(0))[0, 0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(memory="mem"), "memory='mem': choose one of none, ultramemv2, ultramem"), (dict(n_head=5), "n_embd=64, n_head=5"),
+    (dict(mem_layers="0,4"), "mem_layers='0,4': give different blocks from 0 to 3"), (dict(mem_layers="1,1"), "mem_layers"), (dict(mem_layers="2:1"), "mem_layers"),
+    (dict(mem_layers="x"), "mem_layers='x'"), (dict(mem_layers="0:2/1:2"), "mem_layers"), (dict(share="ring"), "share='ring'"), (dict(share="ring:5"), "share"),
+    (dict(share="block:3"), "a divisor"), (dict(virtual=3), "virtual=3: must be a square"), (dict(value_dim=9), "value_dim=9, core_heads=2"),
+    (dict(n_keys=3, top_m=10), "top_m=10, n_keys=3"), (dict(init_match="x"), "init_match='x'"), (dict(heads=0), "heads=0: must be at least 1"),
+    (dict(memory="pkm", share="ring:2"), "memory='pkm', share='ring:2'"), (dict(memory="pkm", virtual=4), "virtual=4"), (dict(memory="pkm", value_dim=8), "value_dim=8"),
+    (dict(memory="moe", sparse_memory=True), "sparse_memory=True"), (dict(memory="moe", top_m=65), "top_m=65"), (dict(memory="moe", mem_layers="0:1"), "mem_layers='0:1'"),
+    (dict(key_dim=4000), "n_inner=-.*make the memory smaller"), (dict(memory="none", n_inner=0), "n_inner=0"), (dict(value_lr_until=0.0), "value_lr_until=0.0"),
+])
+def test_ultramem_config_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        importlib.import_module("model_ultramem").Config(**{**dict(n_layer=4, n_head=4, n_embd=64, vocab_size=61), **fields})
+
+
+def test_ultramem_config_is_stable():
+    C = importlib.import_module("model_ultramem").Config
+    for fields in (dict(), dict(memory="ultramem"), dict(memory="memory+"), dict(memory="moe"), dict(memory="none")):
+        saved = vars(C.from_depth(4, **fields))
+        assert vars(C(**saved)) == saved, "a checkpoint's fields must build the same Config"
+        assert C(**{**saved, "memory": "none"}).n_inner == saved["n_inner"], "--bench takes the memory away and nothing else"
 
 
 # ================================================================ train.py

@@ -302,7 +302,8 @@ def train_step(net, params, optimizers, x, y, step, want_norm=False):
     factor = schedule_factor(step)
     for o in optimizers:
         for group in o.param_groups:
-            group["lr"] = group["base_lr"] * (factor if group["schedule"] else 1.0)
+            boost, until = group.get("boost", (1.0, 1.0))          # UltraMem's values: so many times the rate at first, 1 from this fraction on
+            group["lr"] = group["base_lr"] * (factor if group["schedule"] else 1.0) * (1 + (boost - 1) * max(0.0, 1 - step / (config["max_iters"] * until)))
             if isinstance(o, torch.optim.Muon):                # nanochat's: momentum 0.85 -> 0.95, weight decay -> 0
                 group["momentum"] = 0.85 + 0.1 * min(1.0, step / max(1, min(300, config["max_iters"] // 10)))
                 group["weight_decay"] = group["base_decay"] * (1 - step / config["max_iters"])
