@@ -1134,6 +1134,9 @@ def test_newton_schulz_is_torchs():
 # ================================================================ every model: the generic block
 
 VARIANTS = {                                                   # every model file's main switches, at a size that trains in milliseconds
+    "midus": [dict(), dict(upscale="base", tied=False, qkv_bias=True, n_kv_head=1, rope_scaling="8:1:4:8"), dict(placement="top-heavy", inserted=2, r=5, k=3, n=6),
+              dict(memory="linear", n=8), dict(memory="pkm", n=8), dict(memory="ultramem", n=8), dict(query_norm="batch", out_proj=True, n=8),
+              dict(query_norm="layer", internal_residual=True, n=8), dict(upscale="llama_pro"), dict(upscale="solar")],
     "move": [dict(), dict(memory="none"), dict(memory="lave"), dict(memory="lave", memory_scale=2, gate_v=1), dict(n_kv_head=1), dict(slots=3, gate_v=0),
              dict(attention="mla"), dict(attention="mla", memory="lave"), dict(attention="mla", memory="none", n_kv_head=1), dict(sparse_memory=True)],
 }
@@ -1480,6 +1483,262 @@ def test_move_config_errors(fields, message):
     with pytest.raises(ValueError, match=message):
         model_move.Config(**{**dict(n_layer=2, n_head=4, n_embd=64, vocab_size=61), **fields})
 
+
+
+# ================================================================ model_midus.py: MIDUS-HML
+import model_midus
+
+MIDUS_SIZE = dict(n_layer=6, n_head=4, n_kv_head=2, n_embd=32, n_inner=40, vocab_size=61, block_size=16)
+
+
+def midus_base(dtype=torch.float32, seed=0, **fields):
+    """A base whose norms and biases are not at their initial values either, so that a copy that is left out shows."""
+    torch.manual_seed(seed)
+    base = model_midus.Model(model_midus.Config(**{**MIDUS_SIZE, "upscale": "base", "qkv_bias": True, **fields}))
+    base.init_weights()
+    with torch.no_grad():
+        for p in base.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return base.to(dtype)
+
+
+def midus_grown(method="midus", base=None, **fields):
+    return model_midus.upscale(base or midus_base(), method, **{"n": 5, "k": 3, "inserted": 3, **fields})
+
+
+@pytest.mark.parametrize("preset, fields, total", [
+    ("llama3.2_1b", dict(), 1_290_356_736), ("llama3.2_1b", dict(upscale="base"), 1_235_814_400), ("llama3.1_8b", dict(), 8_030_261_248 + 423_690_240),
+    ("llama3.1_8b", dict(upscale="base"), 8_030_261_248), ("llama3.1_8b", dict(memory="linear"), 8_030_261_248 + 1_476_460_544),
+    ("llama3.1_8b", dict(memory="pkm"), 8_030_261_248 + 1_212_219_392), ("llama3.1_8b", dict(memory="ultramem"), 8_030_261_248 + 1_291_913_216),
+    ("llama3.1_8b", dict(upscale="llama_pro"), 8_030_261_248 + 3_489_792_000), ("llama3.2_1b", dict(upscale="lesa"), 1_235_814_400 + 486_572_032),
+], ids=str)
+def test_midus_parameter_counts(preset, fields, total):
+    with torch.device("meta"):
+        model = model_midus.Model(model_midus.Config(**{**model_midus.PRESETS[preset], **fields}))
+    assert model.param_counts()["total"] == total
+    if not fields:                                             # 1.05M and 2.10M slots, of which a token touches H*k rows of V
+        assert sum(b.memory.search.slots * 32 for b in model.inserted) == {"llama3.2_1b": 1_048_576, "llama3.1_8b": 2_097_152}[preset]
+        table = model.inserted[0].memory.values
+        untouched = len(model.inserted) * table[32 * 4:].numel() + (0 if model.config.tied else model.embed.weight[1:].numel())
+        assert model.param_counts()["active"] == total - untouched
+
+
+def test_midus_placements_are_appendix_g4():
+    at = lambda L, D, **fields: [i for i, name in enumerate(model_midus.layout(model_midus.Config(n_layer=L, inserted=D, **fields))) if "inserted" in name]
+    for L, D in ((16, 8), (32, 16)):
+        assert at(L, D) == list(range(1, L + D, 3)) and at(L, D, upscale="llama_pro") == list(range(2, L + D, 3))
+        assert at(L, D, placement="top-heavy") == at(L, D, upscale="opt_deus") == at(L, D, upscale="lesa") == list(range(L - D, L + D, 2))
+        assert at(L, D, placement="bottom-heavy") == list(range(0, 2 * D, 2))
+    assert at(16, 8, upscale="solar") == list(range(12, 20)) and at(5, 2) == [1, 5]
+    assert model_midus.layout(model_midus.Config(n_layer=4, inserted=2)) == ["blocks.0", "inserted.0", "blocks.1", "blocks.2", "inserted.1", "blocks.3"]
+
+
+def test_midus_hml_equals_its_equations_written_as_loops():
+    hml, a = midus_grown(base=midus_base(torch.float64)).inserted[0].memory, torch.randn(1, 3, 32, dtype=torch.float64)
+    with torch.no_grad():
+        for p in hml.parameters():
+            p.normal_()
+    (keys, V, W), n, k, d_h = (hml.search.keys, hml.values, hml.W_h), 5, 3, 8
+    want = torch.zeros(1, 3, 32, dtype=torch.float64)
+    for t in range(3):
+        for h in range(4):
+            q = a[0, t, h * d_h:(h + 1) * d_h]                 # row half, column half
+            sigma = torch.stack([keys[h, 0, i] @ q[:4] + keys[h, 1, j] @ q[4:] for i in range(n) for j in range(n)])
+            best = sigma.topk(k).indices
+            want[0, t, h * d_h:(h + 1) * d_h] = (sigma[best].softmax(0) @ V[best]) @ W[h]
+    torch.testing.assert_close(hml(a), want)
+    slow, fast = (torch.autograd.grad((y * a.cos()).sum(), [V, W, keys]) for y in (want, hml(a)))
+    for x, y in zip(slow, fast):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("method, fields", [("midus", {}), ("midus", dict(placement="top-heavy", memory="pkm")), ("midus", dict(memory="ultramem")), ("midus", dict(memory="linear")),
+                                            ("midus", dict(query_norm="batch", internal_residual=True, out_proj=True)), ("llama_pro", {}), ("opt_deus", {})], ids=str)
+def test_midus_step_0_logits_equal_the_bases_bit_for_bit(method, fields):
+    base = midus_base().eval()
+    model, idx = midus_grown(method, base, **fields).eval(), some_tokens(2, 14)
+    with torch.no_grad():
+        assert torch.equal(model(idx)[0], base(idx)[0])
+        caches = base.new_cache(2, 14), model.new_cache(2, 14)
+        for a, b in ((0, 9), (9, 10), (10, 14)):
+            ours, theirs = model(idx[:, a:b], cache=caches[1])[0], base(idx[:, a:b], cache=caches[0])[0]
+            assert torch.equal(ours, theirs)
+        assert len(caches[1].store) == 2 * (6 + 3)             # the inserted attentions are cached too
+
+
+def test_other_methods_are_not_the_identity_at_step_0():
+    base, idx, step_0 = midus_base().eval(), some_tokens(2, 14), {}
+    with torch.no_grad():
+        for method in ("solar", "avg_deus", "lesa"):
+            step_0[method] = (midus_grown(method, base, inserted=2)(idx)[0] - base(idx)[0]).abs().max().item()
+    assert min(step_0.values()) > 0.1, step_0
+
+
+def test_midus_inserted_heads_say_what_the_next_blocks_heads_say():
+    base = midus_base().eval()
+    model, seen = midus_grown(base=base), {}
+    for name, module in [(f"{i}", model.inserted[i].memory) for i in range(3)] + [(f"next {i}", model.blocks[2 * i + 1].attn.W_O) for i in range(3)]:
+        module.register_forward_pre_hook(lambda module, x, name=name: seen.__setitem__(name, x[0]))
+    model(some_tokens(2, 9))
+    assert all(torch.equal(seen[f"{i}"], seen[f"next {i}"]) for i in range(3)) and seen["0"].std() > 0.1
+
+
+def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_step_2():
+    model, idx = midus_grown(phase="cpt"), some_tokens(4, 15)
+    optimizer = torch.optim.AdamW(model.param_groups("adamw", 1e-2, 0.0))
+    for step in range(2):
+        optimizer.zero_grad()
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        moved = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+        assert moved == {name for name, p in model.named_parameters() if "inserted" in name and (step or name.endswith("values")) and not name.endswith("W_K.bias")}, step
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method, fields, lowest", [("midus", dict(placement="top-heavy"), 3), ("midus", {}, 1), ("opt_deus", {}, 3), ("solar", dict(inserted=2), 0), ("base", dict(inserted=0), 0)], ids=str)
+def test_midus_nothing_is_kept_for_what_is_frozen_below(method, fields, lowest):
+    """Below the lowest block that trains autograd saves no activation, and no gradient or optimizer state is made for anything frozen."""
+    model, idx, kept, current = midus_grown(method, phase="cpt", **fields), some_tokens(2, 15), {}, [""]
+    parameters = {p.data_ptr() for p in model.parameters()}
+    for place, block in enumerate(model.stack):
+        block.register_forward_pre_hook(lambda block, x, place=place: current.__setitem__(0, place))
+        block.register_forward_hook(lambda block, x, y: current.__setitem__(0, ""))
+
+    def pack(t):
+        if t.data_ptr() not in parameters:
+            kept[current[0]] = kept.get(current[0], 0) + t.numel()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
+    assert sorted(place for place in kept if place != "") == list(range(lowest, len(model.stack)))
+    groups = model.param_groups("adamw", 1e-2, 1e-6)
+    optimizer, frozen = torch.optim.AdamW(groups), [p for name, p in model.named_parameters() if not name.startswith("inserted")]
+    loss.backward()
+    optimizer.step()
+    if lowest:
+        assert all(p.grad is None and p not in optimizer.state for p in frozen)
+        assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.inserted.parameters()}
+    else:
+        assert all(p.grad is not None and p in optimizer.state for p in frozen)
+
+
+def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase():
+    for phase in ("", "cpt", "sft"):
+        model = midus_grown(phase=phase, out_proj=True, query_norm="layer")
+        names = {id(p): name for name, p in model.named_parameters()}
+        fixed, matrices, vectors = ([names[id(p)] for p in g["params"]] for g in model.param_groups("adamw", 0.1, 0.01))
+        rows = [(g["lr"], g["weight_decay"], g["schedule"]) for g in model.param_groups("adamw", 0.1, 0.01)]
+        assert rows == [(0.1, 0, False), (0.1, 0.01, True), (0.1, 0, True)] and len(fixed) == 3 * 3
+        assert all(name.split(".memory.")[1] in ("search.keys", "values", "W_h") for name in fixed)
+        assert all(name.endswith(("norm.weight", "bias")) for name in vectors) and "inserted.0.attn.W_O.weight" in matrices
+        assert ("embed.weight" in matrices) == (phase != "cpt")
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_midus_value_caching_and_fused_search_change_nothing(dtype, tolerance, monkeypatch):
+    model, idx = midus_grown(query_norm="layer", r=6), some_tokens(2, 12)
+    with torch.no_grad():
+        for p in model.inserted.parameters():
+            p.normal_(0, 0.5)
+        model, hml = model.to(dtype).eval(), model.inserted[0].memory
+        a, plain = torch.randn(2, 12, 32, dtype=dtype), model(idx)[0]
+        before = hml(a)
+        model.cache_values()
+        assert hml.V_h.shape == (4 * 25, 8) and hml.V_h.dtype == dtype and not any("V_h" in name for name in model.state_dict())
+        torch.testing.assert_close(hml(a), before, atol=tolerance * before.abs().max().item(), rtol=0)
+        torch.testing.assert_close(model(idx)[0], plain, atol=tolerance * plain.abs().max().item(), rtol=0)
+        found = {}
+        for fused in (True, False):                            # Appendix G.1; None, which the model asks for, takes one of the two
+            monkeypatch.setattr(model_midus, "product_key_topk", lambda *s: found.setdefault(fused, kernels.product_key_topk(*s, fused=fused)))
+            found[fused, "y"] = hml(a)
+        assert torch.equal(found[True][0], found[False][0]) and torch.equal(found[True, "y"], found[False, "y"])
+        hml.V_h = hml.V_h * 0                                  # it is what is read
+        assert hml(a).abs().max() == 0
+    assert hml(a).abs().max() > 0                              # but not where a gradient is wanted
+    model.load_state_dict(model.state_dict())
+    assert hml.V_h is None
+    model.cache_values()
+    assert hml.V_h is not None and model.train() and hml.V_h is None
+
+
+def midus_retrieval(H=3, T=14, n=3, k=2, d_h=4, r=2, same=False):
+    """A retrieval (A_h (T, N) of an HML's own search, heads alike if `same`) and the HML, float64."""
+    torch.manual_seed(3)
+    config = model_midus.Config(n_embd=H * d_h, n_head=H, n=n, k=k, r=r)
+    hml = model_midus.HML(config).double()
+    with torch.no_grad():
+        for p in hml.parameters():
+            p.normal_()
+        a = torch.randn(T, H, d_h, dtype=torch.float64)
+        if same:
+            a, hml.search.keys[:] = a[:, :1].expand(-1, H, -1).contiguous(), hml.search.keys[:1]
+        slots, alpha = hml.search(a)
+        A = torch.zeros(T, H, n * n, dtype=torch.float64).scatter_add_(2, slots, alpha).transpose(0, 1)
+        torch.testing.assert_close(hml(a.view(1, T, -1)).view(T, H, d_h).transpose(0, 1), A @ hml.values @ hml.W_h)
+    return A, hml.values.detach(), hml.W_h.detach()
+
+
+midus_loss = lambda F_h, Y: 0.5 * ((F_h - Y) ** 2).sum()        # eq. 6, heads stacked
+projector = lambda A: A @ torch.linalg.pinv(A, rtol=1e-10)
+
+
+def shared_optimum(A, Y):
+    return torch.linalg.lstsq(A.flatten(0, 1), Y.flatten(0, 1), driver="gelsd").solution        # one bank for all heads
+
+
+def test_midus_proposition_2_the_gap_of_a_shared_bank():
+    A, V, W = midus_retrieval()
+    Y, Pi = torch.randn(3, 14, 4, dtype=torch.float64), projector(A)
+    V_sh = torch.linalg.pinv((A.mT @ A).sum(0), rtol=1e-10, hermitian=True) @ (A.mT @ Y).sum(0)
+    independent, share = midus_loss(Pi @ Y, Y), midus_loss(A @ shared_optimum(A, Y), Y)
+    torch.testing.assert_close(share, midus_loss(A @ V_sh, Y))
+    torch.testing.assert_close(share - independent, 0.5 * ((A @ V_sh - Pi @ Y) ** 2).sum())     # eq. 17
+    assert share - independent > 1
+    Y = A @ torch.randn(9, 4, dtype=torch.float64) + Y - Pi @ Y                                  # one bank meets every projected target
+    assert abs(midus_loss(A @ shared_optimum(A, Y), Y) - midus_loss(Pi @ Y, Y)) < 1e-10
+    A, V, W = midus_retrieval(same=True)
+    Y, Pi = torch.randn(3, 14, 4, dtype=torch.float64), projector(A)
+    assert torch.equal(A[0], A[1])
+    torch.testing.assert_close(midus_loss(A @ shared_optimum(A, Y), Y) - midus_loss(Pi @ Y, Y), 0.5 * ((Pi @ (Y - Y.mean(0))) ** 2).sum())
+
+
+def test_midus_proposition_3_the_excess_of_hive_is_at_most_half_rho_epsilon():
+    for scale in (0.0, 1e-3, 1.0):
+        A, V, W = midus_retrieval()
+        R = scale * torch.randn(3, 9, 4, dtype=torch.float64)
+        noise = torch.randn(3, 14, 4, dtype=torch.float64)
+        Y = A @ (V @ W + R) + noise - projector(A) @ noise                                       # V W_h + R_h is a head-specific optimum
+        excess, rho = midus_loss(A @ V @ W, Y) - midus_loss(projector(A) @ Y, Y), torch.linalg.matrix_norm(A, 2).max() ** 2
+        torch.testing.assert_close(excess, 0.5 * ((A @ R) ** 2).sum(), atol=1e-10, rtol=1e-8)
+        assert excess <= 0.5 * rho * (R ** 2).sum() + 1e-10
+
+
+def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_has_not():
+    A, V, W = midus_retrieval(same=True)
+    Pi, noise = projector(A), torch.randn(3, 14, 4, dtype=torch.float64)
+    Y = A @ V @ W + noise - Pi @ noise
+    independent, hive, share = midus_loss(Pi @ Y, Y), midus_loss(A @ V @ W, Y), midus_loss(A @ shared_optimum(A, Y), Y)
+    torch.testing.assert_close(hive, independent)
+    assert share > independent + 1
+    Y, (U, S, Vt) = noise, torch.linalg.svd(torch.cat(list(Pi @ noise), 1), full_matrices=False)   # any targets: the best rank-r HIVE
+    for r in (1, 2, 4):
+        F_h = torch.stack(((U[:, :r] * S[:r]) @ Vt[:r]).chunk(3, 1))
+        hive, independent = midus_loss(F_h, Y), midus_loss(Pi @ Y, Y)
+        torch.testing.assert_close(hive, independent + 0.5 * (S[r:] ** 2).sum())
+        torch.testing.assert_close(Pi @ F_h, F_h)                                                 # some V W_h gives it
+    assert independent < hive < midus_loss(A @ shared_optimum(A, Y), Y)                           # r = d_h
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(upscale="dus"), "upscale='dus': choose one of midus"), (dict(memory="moe"), "memory='moe'"), (dict(phase="rl"), "phase='rl'"), (dict(query_norm="rms"), "query_norm"),
+    (dict(placement="llama-pro"), "upscale=midus, placement='llama-pro': this method goes with distributed, top-heavy, bottom-heavy"),
+    (dict(upscale="base", inserted=2), "inserted=2"), (dict(inserted=7), "inserted=7"), (dict(inserted=0), "inserted=0"), (dict(upscale="solar"), "n_layer=6, inserted=3"),
+    (dict(upscale="lesa", n_layer=5, inserted=2), "n_layer=5"), (dict(upscale="opt_deus", inserted=6), "inserted=6"), (dict(k=26, n=5), "k=26, n=5"), (dict(r=0), "r=0"),
+    (dict(memory="pkm", out_proj=True), "out_proj need"), (dict(upscale="solar", memory="pkm", inserted=2), "memory=pkm: needs midus"), (dict(n_embd=36), "n_embd=36"),
+    (dict(n_kv_head=3), "n_kv_head=3"), (dict(rope_scaling="32:4:1:8192"), "rope_scaling='32:4:1:8192'"), (dict(rope_base=0.0), "rope_base=0"), (dict(n=0), "n=0: must be"),
+])
+def test_midus_config_errors(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model_midus.Config(**{**MIDUS_SIZE, **fields})
 
 
 # ================================================================ train.py
