@@ -685,8 +685,8 @@ def config_from_hf(path):
         if value not in supported:
             raise ValueError(f"{path}/config.json: {name}={value!r} is not supported, only {' and '.join(map(repr, supported))}")
     try:
-        names = dict(vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size", n_inner="intermediate_size")
-        fields = {ours: c[theirs] for ours, theirs in names.items()}
+        names = dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size", n_inner="intermediate_size")
+        fields = {ours: c[theirs] for ours, theirs in names.items()} | {"vocab_size": c["vocab_size"]}
         if kind == "llama3":
             keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
             fields["rope_scaling"] = ":".join(f"{rope[key]:g}" for key in keys)
@@ -721,7 +721,7 @@ def from_pretrained(path, dtype=torch.float32):
     index, missing = path / "model.safetensors.index.json", dict(model.named_parameters())
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} cannot be read: {error!r}") from None
     for file in files:
         try:
