@@ -110,7 +110,7 @@ PRESETS = {                       # the paper's two models, grown with HML; --de
 }
 DENSE = dict(upscale="base")
 RECIPE = {                        # the paper's, but for the rate: 1e-4 (1B) and 5e-5 (8B) in CPT, 1e-5 in SFT, 64 x 2,048 tokens a step
-    "adamw": dict(learning_rate=1e-3, weight_decay=1e-6, beta1=0.9, beta2=0.999, grad_clip=1.0, schedule="cosine", warmup=0.1),
+    "adamw": dict(learning_rate=2e-3, weight_decay=1e-6, beta1=0.9, beta2=0.999, grad_clip=1.0, schedule="cosine", warmup=0.1),
 }
 
 
@@ -308,7 +308,7 @@ def upscale(base, method="midus", **fields):
     config, p = Config(**{**vars(base.config), "upscale": method, "inserted": -1, "placement": "", **fields}), base.embed.weight
     with torch.device("meta"):
         model = Model(config).to(p.dtype)
-    model.to_empty(device=p.device).init_weights()
+    model.to_empty(device=p.device).init_weights("inserted.")
     model.load_state_dict({**model.state_dict(), **base.state_dict()})
     METHODS[method][1](model.inserted, model.blocks, PLACEMENTS[config.placement](config.n_layer, config.inserted))
     return model
@@ -337,9 +337,9 @@ class Model(nn.Module):
                 p.requires_grad_(name.startswith("inserted."))
 
     @torch.no_grad()
-    def init_weights(self):
-        """For training from scratch: values zero, sub-keys uniform within 1/sqrt(d_p), W_h N(0, 1/r), other matrices N(0, 0.02^2)."""
-        for name, p in self.named_parameters():
+    def init_weights(self, only=""):
+        """Values zero, sub-keys uniform within 1/sqrt(d_p), matrices N(0, 1/fan-in), W_h N(0, 1/r) too; only: of names that begin so."""
+        for name, p in ((name, p) for name, p in self.named_parameters() if name.startswith(only)):
             g = own_generator(name, p)
             if p.ndim == 1:
                 p.fill_(float(name.endswith("norm.weight")))   # biases: 0
@@ -350,7 +350,7 @@ class Model(nn.Module):
             elif ".search." in name:
                 p.uniform_(-p.size(-1) ** -0.5, p.size(-1) ** -0.5, generator=g)
             else:
-                p.normal_(0, p.size(1) ** -0.5 if p.ndim == 3 else 0.02, generator=g)
+                p.normal_(0, 0.02 if name.endswith(("embed.weight", "head.weight", "W_q.weight")) else p.size(1) ** -0.5, generator=g)
         for module in self.modules():
             getattr(module, "reset_running_stats", int)()      # BatchNorm's
 

@@ -1922,6 +1922,28 @@ def test_midus_trains_from_a_hugging_face_folder(text_folder, tmp_path, capsys):
     assert "opt_deus: 1 blocks into" in capsys.readouterr().out and sorted(log_of(tmp_path / "run")) == [1, 2]
 
 
+def test_midus_sft_on_instructions(midus_run, text_folder, tmp_path, monkeypatch, capsys):
+    """Alpaca's records become prompts and answers, the loss is on the answers, and sample.py decodes with cached values."""
+    instruct = runpy.run_path(str(ROOT / "experiments" / "instruct.py"), run_name="instruct")
+    rows = [dict(instruction=f"Repeat {i}.", input="a word" * (i % 2), output=f"word {i}", source="code" if i % 3 == 0 else "prose") for i in range(120)]
+    with lzma.open(tmp_path / "rows.jsonl.xz", "wt") as f:
+        f.write("".join(json.dumps(row) + "\n" for row in rows))
+    instruct["main"]([f"--source={tmp_path / 'rows.jsonl.xz'}", "--tokenizer=bytes", f"--out={tmp_path / 'sft'}", "--skip=code,math"])
+    assert "80 of 120 records" in capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / "sft_records" / "train.jsonl").open()]
+    assert records[0] == {"prompt": "### Instruction:\nRepeat 1.\n\n### Input:\na word\n\n### Response:\n", "answer": "word 1"}
+    assert records[1]["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
+    x, y = prepare_fineweb.TokenShards(str(tmp_path / "sft"), "train", 128).batch(range(4))
+    answers = bytes(t for t in y[y >= 0].tolist() if t < 256).decode()
+    assert re.fullmatch(r"(word \d+|\d*)+", answers) and (y < 0).sum() > 2 * (y >= 0).sum()
+    with pytest.raises(ConfigError, match="line 1: a record must have texts"):
+        write_jsonl(tmp_path / "bad.jsonl", [dict(instruction="?", input="")])
+        instruct["main"]([f"--source={tmp_path / 'bad.jsonl'}", "--tokenizer=bytes", f"--out={tmp_path / 'x'}"])
+    flags = ["--model=midus", *TINY, f"--dataset={tmp_path / 'sft'}", "--max_iters=3", f"--out_dir={tmp_path / 'run'}"]
+    train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n=8")
+    assert log_of(tmp_path / "run")[1] > 0 and sample.load_model(tmp_path / "run", "cpu")[0].inserted[0].memory.V_h is not None
+
+
 # ================================================================ train.py
 
 TINY = ["--depth=1", "--block_size=32", "--batch_tokens=128", "--batch_size=4", "--eval_tokens=256", "--log_interval=1", "--sample_tokens=0"]
