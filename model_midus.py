@@ -672,10 +672,10 @@ METHODS |= {
 def config_from_hf(path):
     """config.json of a Hugging Face Llama or Qwen2 folder -> the fields of Config. ValueError names what this file does not compute."""
     try:
-        c = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        c = dict(json.loads((path / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} holds no readable config.json of a Hugging Face model ({error}), nor a ckpt.pt") from None
-    rope = c.get("rope_parameters") or {**(c.get("rope_scaling") or {}), "rope_theta": c.get("rope_theta", 10000.0)}
+    rope = {"rope_theta": c.get("rope_theta", 10000.0), **(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     refused = [("model_type", c.get("model_type"), ("llama", "qwen2")), ("hidden_act", c.get("hidden_act", "silu"), ("silu",)),
                ("rope type", kind, ("default", "llama3")), ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
@@ -689,7 +689,7 @@ def config_from_hf(path):
         fields = {ours: c[theirs] for ours, theirs in names.items()} | {"vocab_size": c["vocab_size"]}
         if kind == "llama3":
             keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            fields["rope_scaling"] = ":".join(f"{rope[key]:g}" for key in keys)
+            fields["rope_scaling"] = ":".join(f"{rope[key]:.12g}" for key in keys)
     except KeyError as error:
         raise ValueError(f"{path}/config.json has no {error}") from None
     d_h = c.get("head_dim") or fields["n_embd"] // fields["n_head"]

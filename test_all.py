@@ -1552,6 +1552,47 @@ def test_midus_hml_equals_its_equations_written_as_loops():
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("memory", ["linear", "pkm", "ultramem"])
+def test_other_memories_equal_their_equations_written_as_loops(memory):
+    """Heads summed over one table; UltraMem: Tucker scores, four matrices for the rows. k = 2n makes its prefilter see every row."""
+    model = midus_grown(base=midus_base(torch.float64), memory=memory, n=2, k=4)
+    block, x = model.inserted[0], torch.randn(1, 5, 32, dtype=torch.float64)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.normal_()
+        rotary = model_midus.rotary_tables(model_midus.rotary_frequencies(model.config, "cpu"), 0, 5)
+        a, keys, V, mem, want = x + block.attn(block.attn_norm(x), rotary), block.memory.search.keys, block.memory.values, block.memory, x.clone()
+        for t, h in [(t, h) for t in range(5) for h in range(4)]:
+            q = (mem.W_q.weight @ a[0, t])[8 * h:8 * h + 8]
+            row, col = (keys[h, 0] @ q[:4], keys[h, 1] @ q[4:]) if memory != "linear" else (None, None)
+            scores = {"linear": lambda: keys[h] @ q, "pkm": lambda: row[:, None] + col, "ultramem": lambda: row.T @ mem.search.core[h] @ col}[memory]().flatten()
+            best = scores.topk(4).indices
+            rows = V[best] if memory != "ultramem" else torch.stack([V[i % 4] @ mem.W_v[i // 4] for i in best])
+            want[0, t] += scores[best].softmax(0) @ rows
+        torch.testing.assert_close(block(x, rotary, None), want)
+
+
+def test_midus_table_11_structures_make_these_queries():
+    x, seen = torch.randn(2, 7, 32), []
+    with torch.no_grad():
+        for fields in (dict(query_norm="batch"), dict(query_norm="layer"), dict(internal_residual=True), dict(out_proj=True), dict(out_proj=True, internal_residual=True)):
+            model = midus_grown(**fields)
+            block, rotary = model.inserted[1], model_midus.rotary_tables(model_midus.rotary_frequencies(model.config, "cpu"), 0, 7)
+            block.memory.register_forward_pre_hook(lambda module, a: seen.append(a[0]))
+            block(x, rotary, None)
+            theirs = model.blocks[3]                           # the block that follows, whose attention is copied
+            heads = []
+            theirs.attn.W_O.register_forward_pre_hook(lambda module, a: heads.append(a[0]))
+            projected = theirs.attn(theirs.attn_norm(x), rotary)
+            a = projected if fields.get("out_proj") else heads[0]
+            a = x + a if fields.get("internal_residual") else a
+            if fields.get("query_norm") == "batch":            # over batch and time, each of the d channels
+                a = (a - a.mean((0, 1))) / (a.var((0, 1), correction=0) + 1e-5).sqrt()
+            if fields.get("query_norm") == "layer":
+                a = F.layer_norm(a.view(2, 7, 4, 8), (8,)).flatten(2)
+            torch.testing.assert_close(seen[-1], a, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("method, fields", [("midus", {}), ("midus", dict(placement="top-heavy", memory="pkm")), ("midus", dict(memory="ultramem")), ("midus", dict(memory="linear")),
                                             ("midus", dict(query_norm="batch", internal_residual=True, out_proj=True)), ("llama_pro", {}), ("opt_deus", {})], ids=str)
 def test_midus_step_0_logits_equal_the_bases_bit_for_bit(method, fields):
