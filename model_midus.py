@@ -19,9 +19,9 @@ starts at zero: the deeper model is, to the last bit, the base it grew from, and
         a -+-> LN -> SwiGLU -----------(+)-> out        |                       +- ...      one V for all    -+- (+) -> out
            +----------------------------+               +------------------------------------------------------+
 
-`upscale(base, method)` grows a base of train.py's (--dense=True) or of Hugging Face's (from_pretrained). Phases: "" trains all
-from scratch, "cpt" the inserted blocks, "sft" all. Below the fold is what to compare with: SOLAR, Llama Pro, Avg-DeUS, OpT-DeUS
-and LESA, which duplicate blocks; memory blocks with linear, product-key or UltraMem memories; the structures of Table 11.
+`upscale(base, method)` grows a base of train.py's (--dense=True) or of Hugging Face's (from_pretrained). What trains, by phase: ""
+everything, which is training from scratch; "cpt" the inserted blocks; "sft" everything. Below the fold is what to compare with: SOLAR,
+Llama Pro, Avg-DeUS, OpT-DeUS and LESA, which duplicate blocks; linear, product-key and UltraMem memories; Table 11's structures.
 
     python train.py --model=midus --dense=True                                                    # a base, in out/midus-d4-dense
     python train.py --model=midus --init_from=out/midus-d4-dense --upscale=midus --phase=cpt      # grown, in out/midus-d4

@@ -182,8 +182,9 @@ try:
     folder = None if idle and not config["dataset"] else find_dataset(config["dataset"])
     config["dataset"] = str(folder or "")
     meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
-    need(overrides.setdefault("vocab_size", meta["vocab_size"]) >= meta["vocab_size"] or not folder, f"vocab_size={overrides['vocab_size']}: {folder} needs {meta['vocab_size']}")
+    overrides.setdefault("vocab_size", meta["vocab_size"])
     model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, overrides)
+    need(model_config.vocab_size >= meta["vocab_size"] or not folder, f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
     need(not resume or ckpt["data"]["data_id"] == meta["data_id"], f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
     if not idle:
         train_data, val_data = (TokenShards(folder, split, config["block_size"]) for split in ("train", "val"))
