@@ -505,7 +505,7 @@ class LinearKeys(nn.Module):
 
     def forward(self, q):
         sigma, slots = torch.einsum("phd,hnd->phn", q, self.keys).topk(self.k)           # eq. 8
-        return slots, sigma.float().softmax(-1).to(q.dtype)
+        return slots, sigma.softmax(-1).to(q.dtype)
 
 
 class TuckerKeys(nn.Module):
