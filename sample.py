@@ -92,7 +92,10 @@ def load_model(path, device) -> tuple:
         model.load_state_dict(ckpt["model"])
     except RuntimeError as e:
         raise ConfigError(f"{changed} {' '.join(str(e).split()[6:])[:400]}") from None
-    return model.eval(), find_tokenizer(path, ckpt["data"]), ckpt
+    model.eval()
+    if hasattr(model, "cache_values"):
+        model.cache_values()    # what only inference uses
+    return model, find_tokenizer(path, ckpt["data"]), ckpt
 
 
 def find_tokenizer(path, data):

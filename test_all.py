@@ -1161,6 +1161,9 @@ def test_newton_schulz_is_torchs():
 # ================================================================ every model: the generic block
 
 VARIANTS = {                                                   # every model file's main switches, at a size that trains in milliseconds
+    "midus": [dict(), dict(upscale="base", tied=False, qkv_bias=True, n_kv_head=1, rope_scaling="8:1:4:8"), dict(placement="top-heavy", inserted=2, r=5, k=3, n=6),
+              dict(memory="linear", n=8), dict(memory="pkm", n=8), dict(memory="ultramem", n=8), dict(query_norm="batch", out_proj=True, n=8),
+              dict(query_norm="layer", internal_residual=True, n=8), dict(upscale="llama_pro"), dict(upscale="solar")],
     "move": [dict(), dict(memory="none"), dict(memory="lave"), dict(memory="lave", memory_scale=2, gate_v=1), dict(n_kv_head=1), dict(slots=3, gate_v=0),
              dict(attention="mla"), dict(attention="mla", memory="lave"), dict(attention="mla", memory="none", n_kv_head=1), dict(sparse_memory=True)],
     "lime": [dict(), dict(router="none"), dict(router="average"), dict(router="last-2"), dict(router="first-1"), dict(router="dilated-2"),
@@ -2158,6 +2161,508 @@ def test_ultramem_config_is_stable():
         saved = vars(C.from_depth(4, **fields))
         assert vars(C(**saved)) == saved, "a checkpoint's fields must build the same Config"
         assert C(**{**saved, "memory": "none"}).n_inner == saved["n_inner"], "--bench takes the memory away and nothing else"
+# ================================================================ model_midus.py: MIDUS-HML
+import model_midus
+
+MIDUS_SIZE = dict(n_layer=6, n_head=4, n_kv_head=2, n_embd=32, n_inner=40, vocab_size=61, block_size=16)
+
+
+def midus_base(dtype=torch.float32, seed=0, **fields):
+    """A base whose norms and biases are not at their initial values either, so that a copy that is left out shows."""
+    torch.manual_seed(seed)
+    base = model_midus.Model(model_midus.Config(**{**MIDUS_SIZE, "upscale": "base", "qkv_bias": True, **fields}))
+    base.init_weights()
+    with torch.no_grad():
+        for p in base.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    return base.to(dtype)
+
+
+def midus_grown(method="midus", base=None, **fields):
+    return model_midus.upscale(base or midus_base(), method, **{"n": 5, "k": 3, "inserted": 3, **fields})
+
+
+@pytest.mark.parametrize("preset, fields, total", [
+    ("llama3.2_1b", dict(), 1_290_356_736), ("llama3.2_1b", dict(upscale="base"), 1_235_814_400), ("llama3.1_8b", dict(), 8_030_261_248 + 423_690_240),
+    ("llama3.1_8b", dict(upscale="base"), 8_030_261_248), ("llama3.1_8b", dict(memory="linear"), 8_030_261_248 + 1_476_460_544),
+    ("llama3.1_8b", dict(memory="pkm"), 8_030_261_248 + 1_212_219_392), ("llama3.1_8b", dict(memory="ultramem"), 8_030_261_248 + 1_291_913_216),
+    ("llama3.1_8b", dict(upscale="llama_pro"), 8_030_261_248 + 3_489_792_000), ("llama3.2_1b", dict(upscale="lesa"), 1_235_814_400 + 486_572_032),
+], ids=str)
+def test_midus_parameter_counts(preset, fields, total):
+    with torch.device("meta"):
+        model = model_midus.Model(model_midus.Config(**{**model_midus.PRESETS[preset], **fields}))
+    assert model.param_counts()["total"] == total
+    if not fields:                                             # 1.05M and 2.10M slots, of which a token touches H*k rows of V
+        assert sum(b.memory.search.slots * 32 for b in model.inserted) == {"llama3.2_1b": 1_048_576, "llama3.1_8b": 2_097_152}[preset]
+        table = model.inserted[0].memory.values
+        untouched = len(model.inserted) * table[32 * 4:].numel() + (0 if model.config.tied else model.embed.weight[1:].numel())
+        assert model.param_counts()["active"] == total - untouched
+
+
+def test_midus_placements_are_appendix_g4():
+    at = lambda L, D, **fields: [i for i, name in enumerate(model_midus.layout(model_midus.Config(n_layer=L, inserted=D, **fields))) if "inserted" in name]
+    for L, D in ((16, 8), (32, 16)):
+        assert at(L, D) == list(range(1, L + D, 3)) and at(L, D, upscale="llama_pro") == list(range(2, L + D, 3))
+        assert at(L, D, placement="top-heavy") == at(L, D, upscale="opt_deus") == at(L, D, upscale="lesa") == list(range(L - D, L + D, 2))
+        assert at(L, D, placement="bottom-heavy") == list(range(0, 2 * D, 2))
+    assert at(16, 8, upscale="solar") == list(range(12, 20)) and at(5, 2) == [1, 5]
+    assert model_midus.layout(model_midus.Config(n_layer=4, inserted=2)) == ["blocks.0", "inserted.0", "blocks.1", "blocks.2", "inserted.1", "blocks.3"]
+
+
+def test_midus_hml_equals_its_equations_written_as_loops():
+    hml, a = midus_grown(base=midus_base(torch.float64)).inserted[0].memory, torch.randn(1, 3, 32, dtype=torch.float64)
+    with torch.no_grad():
+        for p in hml.parameters():
+            p.normal_()
+    (keys, V, W), n, k, d_h = (hml.search.keys, hml.values, hml.W_h), 5, 3, 8
+    want = torch.zeros(1, 3, 32, dtype=torch.float64)
+    for t in range(3):
+        for h in range(4):
+            q = a[0, t, h * d_h:(h + 1) * d_h]                 # row half, column half
+            sigma = torch.stack([keys[h, 0, i] @ q[:4] + keys[h, 1, j] @ q[4:] for i in range(n) for j in range(n)])
+            best = sigma.topk(k).indices
+            want[0, t, h * d_h:(h + 1) * d_h] = (sigma[best].softmax(0) @ V[best]) @ W[h]
+    torch.testing.assert_close(hml(a), want)
+    slow, fast = (torch.autograd.grad((y * a.cos()).sum(), [V, W, keys]) for y in (want, hml(a)))
+    for x, y in zip(slow, fast):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("memory", ["linear", "pkm", "ultramem"])
+def test_other_memories_equal_their_equations_written_as_loops(memory):
+    """Heads summed over one table; UltraMem: Tucker scores, four matrices for the rows. k = 2n makes its prefilter see every row."""
+    model = midus_grown(base=midus_base(torch.float64), memory=memory, n=2, k=4)
+    block, x = model.inserted[0], torch.randn(1, 5, 32, dtype=torch.float64)
+    with torch.no_grad():
+        for p in block.parameters():
+            p.normal_()
+        rotary = model_midus.rotary_tables(model_midus.rotary_frequencies(model.config, "cpu"), 0, 5)
+        a, keys, V, mem, want = x + block.attn(block.attn_norm(x), rotary), block.memory.search.keys, block.memory.values, block.memory, x.clone()
+        for t, h in [(t, h) for t in range(5) for h in range(4)]:
+            q = (mem.W_q.weight @ a[0, t])[8 * h:8 * h + 8]
+            row, col = (keys[h, 0] @ q[:4], keys[h, 1] @ q[4:]) if memory != "linear" else (None, None)
+            scores = {"linear": lambda: keys[h] @ q, "pkm": lambda: row[:, None] + col, "ultramem": lambda: row.T @ mem.search.core[h] @ col}[memory]().flatten()
+            best = scores.topk(4).indices
+            rows = V[best] if memory != "ultramem" else torch.stack([V[i % 4] @ mem.W_v[i // 4] for i in best])
+            want[0, t] += scores[best].softmax(0) @ rows
+        torch.testing.assert_close(block(x, rotary, None), want)
+
+
+def test_midus_table_11_structures_make_these_queries():
+    x, seen = torch.randn(2, 7, 32), []
+    with torch.no_grad():
+        for fields in (dict(query_norm="batch"), dict(query_norm="layer"), dict(internal_residual=True), dict(out_proj=True), dict(out_proj=True, internal_residual=True)):
+            model = midus_grown(**fields)
+            block, rotary = model.inserted[1], model_midus.rotary_tables(model_midus.rotary_frequencies(model.config, "cpu"), 0, 7)
+            block.memory.register_forward_pre_hook(lambda module, a: seen.append(a[0]))
+            block(x, rotary, None)
+            theirs = model.blocks[3]                           # the block that follows, whose attention is copied
+            heads = []
+            theirs.attn.W_O.register_forward_pre_hook(lambda module, a: heads.append(a[0]))
+            projected = theirs.attn(theirs.attn_norm(x), rotary)
+            a = projected if fields.get("out_proj") else heads[0]
+            a = x + a if fields.get("internal_residual") else a
+            if fields.get("query_norm") == "batch":            # over batch and time, each of the d channels
+                a = (a - a.mean((0, 1))) / (a.var((0, 1), correction=0) + 1e-5).sqrt()
+            if fields.get("query_norm") == "layer":
+                a = F.layer_norm(a.view(2, 7, 4, 8), (8,)).flatten(2)
+            torch.testing.assert_close(seen[-1], a, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method, fields", [("midus", {}), ("midus", dict(placement="top-heavy", memory="pkm")), ("midus", dict(memory="ultramem")), ("midus", dict(memory="linear")),
+                                            ("midus", dict(query_norm="batch", internal_residual=True, out_proj=True)), ("llama_pro", {}), ("opt_deus", {})], ids=str)
+def test_midus_step_0_logits_equal_the_bases_bit_for_bit(method, fields):
+    base = midus_base().eval()
+    model, idx = midus_grown(method, base, **fields).eval(), some_tokens(2, 14)
+    with torch.no_grad():
+        assert torch.equal(model(idx)[0], base(idx)[0])
+        caches = base.new_cache(2, 14), model.new_cache(2, 14)
+        for a, b in ((0, 9), (9, 10), (10, 14)):
+            ours, theirs = model(idx[:, a:b], cache=caches[1])[0], base(idx[:, a:b], cache=caches[0])[0]
+            assert torch.equal(ours, theirs)
+        assert len(caches[1].store) == 2 * (6 + 3)             # the inserted attentions are cached too
+
+
+def test_other_methods_are_not_the_identity_at_step_0():
+    base, idx, step_0 = midus_base().eval(), some_tokens(2, 14), {}
+    with torch.no_grad():
+        for method in ("solar", "avg_deus", "lesa"):
+            step_0[method] = (midus_grown(method, base, inserted=2)(idx)[0] - base(idx)[0]).abs().max().item()
+    assert min(step_0.values()) > 0.1, step_0
+    with pytest.raises(ValueError, match="upscale=lesa, n_layer=5"):
+        midus_grown("lesa", midus_base(n_layer=5), inserted=1)
+
+
+def test_duplicated_blocks_are_the_means_and_copies_that_the_methods_say():
+    base = midus_base(seed=5)
+    A, B, (pro, solar, avg, opt) = base.blocks[3].state_dict(), base.blocks[4].state_dict(), (midus_grown(m, base, inserted=2) for m in ("llama_pro", "solar", "avg_deus", "opt_deus"))
+    silent = ("attn.W_O.weight", "mlp.down.weight")
+    for name, a in base.blocks[2].state_dict().items():        # Llama Pro: after blocks 2 and 5
+        assert torch.equal(pro.inserted[0].state_dict()[name], a * (name not in silent))
+    assert model_midus.layout(pro.config)[3] == "inserted.0"
+    for j, name in enumerate(["blocks.2", "blocks.3"]):        # SOLAR: 0-3, then 2-5
+        assert all(torch.equal(t, base.get_submodule(name).state_dict()[key]) for key, t in solar.inserted[j].state_dict().items())
+    assert model_midus.layout(solar.config) == [f"blocks.{i}" for i in range(4)] + ["inserted.0", "inserted.1", "blocks.4", "blocks.5"]
+    assert all(torch.equal(t, (A[name] + B[name]) / 2) for name, t in avg.inserted[0].state_dict().items())
+    own = opt.inserted[0].state_dict()
+    assert all(own[name].abs().max() == 0 for name in silent)
+    for name in ("attn.W_Q.weight", "attn.W_K.weight", "attn.W_V.weight"):
+        rows = 2 * own[name] - B[name]                         # A's, in another order, nearer to B's than in their own
+        order = torch.cdist(rows, A[name]).argmin(1)
+        assert sorted(order.tolist()) == list(range(len(order))) and torch.allclose(rows, A[name][order], atol=1e-6)
+        assert torch.allclose(own[name.replace("weight", "bias")], (A[name.replace("weight", "bias")][order] + B[name.replace("weight", "bias")]) / 2)
+        assert (rows - B[name]).norm(dim=1).sum() < (A[name] - B[name]).norm(dim=1).sum()
+    order = model_midus.align(A["attn.W_O.weight"], B["attn.W_O.weight"])
+    P_o = torch.eye(32)[order]
+    torch.testing.assert_close(own["mlp_norm.weight"], ((P_o + torch.eye(32)) / 2 @ A["mlp_norm.weight"] + B["mlp_norm.weight"]) / 2)
+    up = A["mlp.up.weight"] @ P_o.T
+    rows = 2 * own["mlp.up.weight"] - B["mlp.up.weight"]
+    order = torch.cdist(rows, up).argmin(1)
+    assert sorted(order.tolist()) == list(range(40)) and order.tolist() != list(range(40)) and torch.allclose(rows, up[order], atol=1e-6)
+    shuffled = midus_base(seed=5)                              # a lower block that is the upper one with its neurons in disorder: found again
+    with torch.no_grad():
+        gate, up, down = (shuffled.blocks[4].mlp.get_submodule(n).weight for n in ("gate", "up", "down"))
+        shuffled.blocks[3].load_state_dict(shuffled.blocks[4].state_dict())
+        shuffled.blocks[3].mlp.gate.weight[:], shuffled.blocks[3].attn.W_Q.weight[:] = gate.flip(0), shuffled.blocks[4].attn.W_Q.weight.roll(5, 0)
+        new = midus_grown("opt_deus", shuffled, inserted=2).inserted[0]
+    assert torch.equal(new.mlp.gate.weight, gate) and torch.equal(new.attn.W_Q.weight, shuffled.blocks[4].attn.W_Q.weight)
+
+
+def test_lesa_tells_a_block_from_its_neighbours(monkeypatch):
+    torch.manual_seed(0)
+    V = torch.randn(1000, 8) + torch.arange(6)[:, None, None] * torch.randn(1000, 8)            # every row moves along a line of its own
+    state = torch.get_rng_state()
+    guess = model_midus.train_between(V)(torch.cat((V[1], V[3]), 1))
+    assert (guess - V[2]).norm() < 0.3 * (V[3] - V[2]).norm() and torch.equal(state, torch.get_rng_state())
+    base = midus_base()                                        # U S and the mean of the V's on both sides of a gap are the mean of the weights
+    monkeypatch.setattr(model_midus, "train_between", lambda V: lambda rows: (rows[:, :rows.size(1) // 2] + rows[:, rows.size(1) // 2:]) / 2)
+    lesa, avg = (midus_grown(method, base, inserted=2) for method in ("lesa", "avg_deus"))
+    for name, p in avg.inserted.named_parameters():
+        torch.testing.assert_close(lesa.inserted.get_parameter(name), base.blocks[0].get_parameter(name[2:]) if "norm" in name else p, atol=1e-5, rtol=1e-5)
+
+
+def test_midus_inserted_heads_say_what_the_next_blocks_heads_say():
+    base = midus_base().eval()
+    model, seen = midus_grown(base=base), {}
+    for name, module in [(f"{i}", model.inserted[i].memory) for i in range(3)] + [(f"next {i}", model.blocks[2 * i + 1].attn.W_O) for i in range(3)]:
+        module.register_forward_pre_hook(lambda module, x, name=name: seen.__setitem__(name, x[0]))
+    model(some_tokens(2, 9))
+    assert all(torch.equal(seen[f"{i}"], seen[f"next {i}"]) for i in range(3)) and seen["0"].std() > 0.1
+
+
+def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_step_2():
+    model, idx = midus_grown(phase="cpt"), some_tokens(4, 15)
+    optimizer = torch.optim.AdamW(model.param_groups("adamw", 1e-2, 0.0))
+    for step in range(2):
+        optimizer.zero_grad()
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        moved = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+        assert moved == {name for name, p in model.named_parameters() if "inserted" in name and (step or name.endswith("values"))}, step
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method, fields, lowest", [("midus", dict(placement="top-heavy"), 3), ("midus", {}, 1), ("opt_deus", {}, 3), ("solar", dict(inserted=2), 0), ("base", dict(inserted=0), 0)], ids=str)
+def test_midus_nothing_is_kept_for_what_is_frozen_below(method, fields, lowest):
+    """Below the lowest block that trains autograd saves no activation, and no gradient or optimizer state is made for anything frozen."""
+    model, idx, kept, current = midus_grown(method, phase="cpt", **fields), some_tokens(2, 15), {}, [""]
+    parameters = {p.data_ptr() for p in model.parameters()}
+    for place, block in enumerate(model.stack):
+        block.register_forward_pre_hook(lambda block, x, place=place: current.__setitem__(0, place))
+        block.register_forward_hook(lambda block, x, y: current.__setitem__(0, ""))
+
+    def pack(t):
+        if t.data_ptr() not in parameters:
+            kept[current[0]] = kept.get(current[0], 0) + t.numel()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
+    assert sorted(place for place in kept if place != "") == list(range(lowest, len(model.stack)))
+    groups = model.param_groups("adamw", 1e-2, 1e-6)
+    optimizer, frozen = torch.optim.AdamW(groups), [p for name, p in model.named_parameters() if not name.startswith("inserted")]
+    loss.backward()
+    optimizer.step()
+    if lowest:
+        assert all(p.grad is None and p not in optimizer.state for p in frozen)
+        assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.inserted.parameters()}
+    else:
+        assert all(p.grad is not None and p in optimizer.state for p in frozen)
+
+
+def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase():
+    for phase in ("", "cpt", "sft"):
+        model = midus_grown(phase=phase, out_proj=True, query_norm="layer")
+        names = {id(p): name for name, p in model.named_parameters()}
+        fixed, matrices, vectors = ([names[id(p)] for p in g["params"]] for g in model.param_groups("adamw", 0.1, 0.01))
+        rows = [(g["lr"], g["weight_decay"], g["schedule"]) for g in model.param_groups("adamw", 0.1, 0.01)]
+        assert rows == [(0.1, 0, False), (0.1, 0.01, True), (0.1, 0, True)] and len(fixed) == 3 * 3
+        assert all(name.split(".memory.")[1] in ("search.keys", "values", "W_h") for name in fixed)
+        assert all(name.endswith(("norm.weight", "bias")) for name in vectors) and "inserted.0.attn.W_O.weight" in matrices
+        assert ("embed.weight" in matrices) == (phase != "cpt")
+
+
+@pytest.mark.parametrize("placement", ["distributed", "top-heavy"])
+def test_midus_flops_leave_out_what_is_frozen(placement):
+    from torch.utils.flop_counter import FlopCounterMode
+    model, idx = midus_grown(phase="cpt", placement=placement, n=16), some_tokens(2, 17)
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+    assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_midus_value_caching_and_fused_search_change_nothing(dtype, tolerance, monkeypatch):
+    model, idx = midus_grown(query_norm="layer", r=6), some_tokens(2, 12)
+    with torch.no_grad():
+        for p in model.inserted.parameters():
+            p.normal_(0, 0.5)
+        model, hml = model.to(dtype).eval(), model.inserted[0].memory
+        a, plain = torch.randn(2, 12, 32, dtype=dtype), model(idx)[0]
+        before = hml(a)
+        model.cache_values()
+        assert hml.V_h.shape == (4 * 25, 8) and hml.V_h.dtype == dtype and not any("V_h" in name for name in model.state_dict())
+        torch.testing.assert_close(hml(a), before, atol=tolerance * before.abs().max().item(), rtol=0)
+        if dtype == torch.float32:                             # rounding to bf16 moves later searches to other slots
+            torch.testing.assert_close(model(idx)[0], plain, atol=tolerance * plain.abs().max().item(), rtol=0)
+        found = {}
+        for fused in (True, False):                            # Appendix G.1; None, which the model asks for, takes one of the two
+            monkeypatch.setattr(model_midus, "product_key_topk", lambda *s: found.setdefault(fused, kernels.product_key_topk(*s, fused=fused)))
+            found[fused, "y"] = hml(a)
+        assert torch.equal(found[True][0], found[False][0]) and torch.equal(found[True, "y"], found[False, "y"])
+        hml.V_h = hml.V_h * 0                                  # it is what is read
+        assert hml(a).abs().max() == 0
+    assert hml(a).abs().max() > 0                              # but not where a gradient is wanted
+    model.load_state_dict(model.state_dict())
+    assert hml.V_h is None
+    model.cache_values()
+    assert hml.V_h is not None and model.train() and hml.V_h is None
+
+
+def midus_retrieval(H=3, T=14, n=3, k=2, d_h=4, r=2, same=False):
+    """A retrieval (A_h (T, N) of an HML's own search, heads alike if `same`) and the HML, float64."""
+    torch.manual_seed(3)
+    config = model_midus.Config(n_embd=H * d_h, n_head=H, n=n, k=k, r=r)
+    hml = model_midus.HML(config).double()
+    with torch.no_grad():
+        for p in hml.parameters():
+            p.normal_()
+        a = torch.randn(T, H, d_h, dtype=torch.float64)
+        if same:
+            a, hml.search.keys[:] = a[:, :1].expand(-1, H, -1).contiguous(), hml.search.keys[:1]
+        slots, alpha = hml.search(a)
+        A = torch.zeros(T, H, n * n, dtype=torch.float64).scatter_add_(2, slots, alpha).transpose(0, 1)
+        torch.testing.assert_close(hml(a.view(1, T, -1)).view(T, H, d_h).transpose(0, 1), A @ hml.values @ hml.W_h)
+    return A, hml.values.detach(), hml.W_h.detach()
+
+
+midus_loss = lambda F_h, Y: 0.5 * ((F_h - Y) ** 2).sum()        # eq. 6, heads stacked
+projector = lambda A: A @ torch.linalg.pinv(A, rtol=1e-10)
+
+
+def shared_optimum(A, Y):
+    return torch.linalg.lstsq(A.flatten(0, 1), Y.flatten(0, 1), driver="gelsd").solution        # one bank for all heads
+
+
+def test_midus_proposition_2_the_gap_of_a_shared_bank():
+    A, V, W = midus_retrieval()
+    Y, Pi = torch.randn(3, 14, 4, dtype=torch.float64), projector(A)
+    V_sh = torch.linalg.pinv((A.mT @ A).sum(0), rtol=1e-10, hermitian=True) @ (A.mT @ Y).sum(0)
+    independent, share = midus_loss(Pi @ Y, Y), midus_loss(A @ shared_optimum(A, Y), Y)
+    torch.testing.assert_close(share, midus_loss(A @ V_sh, Y))
+    torch.testing.assert_close(share - independent, 0.5 * ((A @ V_sh - Pi @ Y) ** 2).sum())     # eq. 17
+    assert share - independent > 1
+    Y = A @ torch.randn(9, 4, dtype=torch.float64) + Y - Pi @ Y                                  # one bank meets every projected target
+    assert abs(midus_loss(A @ shared_optimum(A, Y), Y) - midus_loss(Pi @ Y, Y)) < 1e-10
+    A, V, W = midus_retrieval(same=True)
+    Y, Pi = torch.randn(3, 14, 4, dtype=torch.float64), projector(A)
+    assert torch.equal(A[0], A[1])
+    torch.testing.assert_close(midus_loss(A @ shared_optimum(A, Y), Y) - midus_loss(Pi @ Y, Y), 0.5 * ((Pi @ (Y - Y.mean(0))) ** 2).sum())
+
+
+def test_midus_proposition_3_the_excess_of_hive_is_at_most_half_rho_epsilon():
+    for scale in (0.0, 1e-3, 1.0):
+        A, V, W = midus_retrieval()
+        R = scale * torch.randn(3, 9, 4, dtype=torch.float64)
+        noise = torch.randn(3, 14, 4, dtype=torch.float64)
+        Y = A @ (V @ W + R) + noise - projector(A) @ noise                                       # V W_h + R_h is a head-specific optimum
+        excess, rho = midus_loss(A @ V @ W, Y) - midus_loss(projector(A) @ Y, Y), torch.linalg.matrix_norm(A, 2).max() ** 2
+        torch.testing.assert_close(excess, 0.5 * ((A @ R) ** 2).sum(), atol=1e-10, rtol=1e-8)
+        assert excess <= 0.5 * rho * (R ** 2).sum() + 1e-10
+
+
+def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_has_not():
+    A, V, W = midus_retrieval(same=True)
+    Pi, noise = projector(A), torch.randn(3, 14, 4, dtype=torch.float64)
+    Y = A @ V @ W + noise - Pi @ noise
+    independent, hive, share = midus_loss(Pi @ Y, Y), midus_loss(A @ V @ W, Y), midus_loss(A @ shared_optimum(A, Y), Y)
+    torch.testing.assert_close(hive, independent)
+    assert share > independent + 1
+    Y, (U, S, Vt) = noise, torch.linalg.svd(torch.cat(list(Pi @ noise), 1), full_matrices=False)   # any targets: the best rank-r HIVE
+    for r in (1, 2, 4):
+        F_h = torch.stack(((U[:, :r] * S[:r]) @ Vt[:r]).chunk(3, 1))
+        hive, independent = midus_loss(F_h, Y), midus_loss(Pi @ Y, Y)
+        torch.testing.assert_close(hive, independent + 0.5 * (S[r:] ** 2).sum())
+        torch.testing.assert_close(Pi @ F_h, F_h)                                                 # some V W_h gives it
+    assert independent < hive < midus_loss(A @ shared_optimum(A, Y), Y)                           # r = d_h
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(upscale="dus"), "upscale='dus': choose one of midus"), (dict(memory="moe"), "memory='moe'"), (dict(phase="rl"), "phase='rl'"), (dict(query_norm="rms"), "query_norm"),
+    (dict(placement="llama-pro"), "upscale=midus, placement='llama-pro': this method goes with distributed, top-heavy, bottom-heavy"),
+    (dict(upscale="base", inserted=2), "inserted=2"), (dict(inserted=7), "inserted=7"), (dict(inserted=0), "inserted=0"), (dict(upscale="solar"), "n_layer=6, inserted=3"),
+    (dict(upscale="opt_deus", inserted=6), "inserted=6"), (dict(k=26, n=5), "k=26, n=5"), (dict(r=0), "r=0"),
+    (dict(memory="pkm", out_proj=True), "out_proj need"), (dict(upscale="solar", memory="pkm", inserted=2), "memory=pkm: needs midus"), (dict(n_embd=36), "n_embd=36"),
+    (dict(n_kv_head=3), "n_kv_head=3"), (dict(rope_scaling="32:4:1:8192"), "rope_scaling='32:4:1:8192'"), (dict(rope_base=0.0), "rope_base=0"), (dict(n=0), "n=0: must be"),
+])
+def test_midus_config_errors(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model_midus.Config(**{**MIDUS_SIZE, **fields})
+
+
+def write_hf(path, kind="llama", shards=1, **fields):
+    """A small random Hugging Face model -> (it, its folder)."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+    name = {"llama": "Llama", "qwen2": "Qwen2"}[kind]
+    theirs = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**config, **fields})).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    theirs.save_pretrained(path, max_shard_size="15KB" if shards > 1 else "1GB")
+    assert len(list(path.glob("*.safetensors"))) >= shards
+    return theirs, path
+
+
+LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16, rope_theta=10000.0)
+
+
+@pytest.mark.parametrize("kind, shards, fields", [
+    ("llama", 1, dict(tie_word_embeddings=True)), ("llama", 3, dict(tie_word_embeddings=False, rms_norm_eps=1e-3)), ("qwen2", 1, dict(tie_word_embeddings=True)),
+    ("llama", 1, dict(num_key_value_heads=4, rope_parameters=LLAMA3)), ("llama", 1, dict(rope_parameters=dict(rope_type="default", rope_theta=500.0)))], ids=str)
+def test_midus_hugging_face_logits_equal_transformers(kind, shards, fields, tmp_path):
+    theirs, path = write_hf(tmp_path / "hf", kind, shards, **fields)
+    ours, idx = model_midus.Model.from_pretrained(str(path)).eval(), some_tokens(2, 60)
+    assert ours.config.tied == bool(theirs.config.tie_word_embeddings) and ours.config.qkv_bias == (kind == "qwen2")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=2e-5, rtol=1e-5)
+        assert theirs(idx).logits.std() > 0.5
+        grown = model_midus.upscale(ours, inserted=1).eval()
+        assert torch.equal(grown(idx)[0], ours(idx)[0])
+    if fields.get("rope_parameters") is LLAMA3:                # as older files spell it
+        config = json.loads((path / "config.json").read_text())
+        config["rope_theta"], config["rope_scaling"] = config["rope_parameters"].pop("rope_theta"), config.pop("rope_parameters")
+        (path / "config.json").write_text(json.dumps(config))
+        assert model_midus.Model.from_pretrained(path).config == ours.config and ours.config.rope_scaling == "32:1:4:16"
+
+
+def damaged_hf(damage, path):
+    from safetensors.torch import load_file, save_file
+    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    if isinstance(damage, dict):
+        config |= damage
+        (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "shard":
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "model-7.safetensors"}}))
+    elif damage == "index":
+        (path / "model.safetensors.index.json").write_text("[]")
+    elif damage == "no config":
+        (path / "config.json").unlink()
+    else:
+        tensors = load_file(file)
+        damage(tensors)
+        save_file(tensors, file)
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "1 tensors are missing, the first is layers.1.mlp.up_proj.weight"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(31)}), "model.norm.weight is (31,), config.json asks for (32,)"),
+    (lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight is there twice or has no place"),
+    ("cut", "model.safetensors cannot be read"), ("shard", "model-7.safetensors cannot be read"), ("index", "index.json cannot be read"), ("no config", "no readable config.json"),
+    (dict(model_type="gpt2"), "model_type='gpt2'"), (dict(hidden_act="gelu"), "hidden_act='gelu'"), (dict(attention_bias=True), "attention_bias=True"), (dict(mlp_bias=True), "mlp_bias=True"),
+    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "rope type='yarn'"), (dict(head_dim=16), "head_dim=16"), (dict(hidden_size=None), "no 'hidden_size'"),
+    (dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), "no 'factor'"), (dict(quantization_config=dict(bits=4)), "quantization_config"),
+    (dict(num_hidden_layers=2), "model.layers.2."), (dict(num_attention_heads=32, num_key_value_heads=32, head_dim=None), "head_dim=1"),
+], ids=str)
+def test_midus_hugging_face_errors(damage, message, tmp_path):
+    damaged_hf(damage, write_hf(tmp_path / "hf", tie_word_embeddings=True)[1])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model_midus.from_pretrained(tmp_path / "hf")
+
+
+@pytest.fixture(scope="module")
+def midus_run(text_folder, tmp_path_factory):
+    """A base of train.py's, trained for a few steps, and its run folder."""
+    out = tmp_path_factory.mktemp("midus") / "base"
+    train("--model=midus", *TINY, "--depth=2", "--dense=True", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=4", "--learning_rate=0.01")
+    return out
+
+
+def test_midus_phases_through_train(midus_run, text_folder, tmp_path, capsys):
+    """Base -> CPT, which moves the inserted blocks alone and starts from the base's loss -> SFT, which moves everything."""
+    flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=6", "--n=8"]
+    run = train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", f"--out_dir={tmp_path / 'cpt'}")
+    assert "1 blocks into" in capsys.readouterr().out
+    assert log_of(tmp_path / "cpt", "val_loss")[0] == log_of(midus_run, "val_loss")[4]
+    base, cpt = (torch.load(p / "ckpt.pt", weights_only=True) for p in (midus_run, tmp_path / "cpt"))
+    assert cpt["model_config"]["phase"] == "cpt" and run["config"]["warmup_iters"] == 1 and run["config"]["block_size"] == 32
+    assert all(torch.equal(t, cpt["model"][name]) for name, t in base["model"].items())
+    assert sum(len(o["state"]) for o in cpt["optimizers"]) == len(list(run["raw"].inserted.parameters()))
+    assert all(cpt["model"][name].abs().max() > 0 for name in cpt["model"] if name.endswith("values"))
+    train(*flags[:-1], f"--init_from={tmp_path / 'cpt'}", "--phase=sft", f"--out_dir={tmp_path / 'sft'}")
+    assert log_of(tmp_path / "sft", "val_loss")[0] == log_of(tmp_path / "cpt", "val_loss")[6]
+    sft = torch.load(tmp_path / "sft" / "ckpt.pt", weights_only=True)["model"]
+    assert sft.keys() == cpt["model"].keys() and not any(torch.equal(t, cpt["model"][name]) for name, t in sft.items())
+    for wrong, message in ((["--n=9"], "n=9"), (["--upscale=llama_pro"], "upscale=llama_pro"), (["--n_head=1"], "n_head=1")):
+        train(*flags[:-1], f"--init_from={tmp_path / 'cpt'}", *wrong, f"--out_dir={tmp_path / 'x'}", expect=message)
+    train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--n_layer=3", f"--out_dir={tmp_path / 'x'}", expect="n_layer=3")
+    train(*flags, f"--init_from={tmp_path}", f"--out_dir={tmp_path / 'x'}", expect="no readable config.json")
+
+
+@pytest.mark.parametrize("phase", ["cpt", "sft"])
+def test_midus_resume_is_exact_in_each_phase(phase, midus_run, text_folder, tmp_path):
+    flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--eval_interval=3", "--max_iters=6"]
+    start = [f"--init_from={midus_run}", "--upscale=midus", f"--phase={phase}", "--n=8", "--query_norm=batch"]
+    train(*flags, *start, f"--out_dir={tmp_path / 'whole'}")
+    original = prepare_fineweb.TokenShards.shuffled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_fineweb.TokenShards, "shuffled", lambda self, seed, rows: (rows[0] == 12 and signal.raise_signal(signal.SIGINT), original(self, seed, rows))[1])
+        train(*flags, *start, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
+    train("--model=midus", f"--dataset={text_folder}", f"--out_dir={tmp_path / 'part'}", "--init_from=resume")
+    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole") and sorted(log_of(tmp_path / "part")) == list(range(1, 7))
+    a, b = (torch.load(tmp_path / run / "ckpt.pt", weights_only=True)["model"] for run in ("whole", "part"))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_midus_trains_from_a_hugging_face_folder(text_folder, tmp_path, capsys):
+    _, path = write_hf(tmp_path / "hf", vocab_size=300, tie_word_embeddings=False)
+    train("--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=2", f"--init_from={path}", "--upscale=opt_deus", "--phase=cpt", f"--out_dir={tmp_path / 'run'}")
+    assert "opt_deus: 1 blocks into" in capsys.readouterr().out and sorted(log_of(tmp_path / "run")) == [1, 2]
+    write_hf(tmp_path / "small", vocab_size=200)
+    train("--model=midus", *TINY, f"--dataset={text_folder}", f"--init_from={tmp_path / 'small'}", f"--out_dir={tmp_path / 'x'}", expect="vocab_size=200")
+
+
+def test_midus_sft_on_instructions(midus_run, text_folder, tmp_path, monkeypatch, capsys):
+    """Alpaca's records become prompts and answers, the loss is on the answers, and sample.py decodes with cached values."""
+    instruct = runpy.run_path(str(ROOT / "experiments" / "instruct.py"), run_name="instruct")
+    rows = [dict(instruction=f"Repeat {i}.", input="a word" * (i % 2), output=f"word {i}", source="code" if i % 3 == 0 else "prose") for i in range(120)]
+    with lzma.open(tmp_path / "rows.jsonl.xz", "wt") as f:
+        f.write("".join(json.dumps(row) + "\n" for row in rows))
+    instruct["main"]([f"--source={tmp_path / 'rows.jsonl.xz'}", "--tokenizer=bytes", f"--out={tmp_path / 'sft'}", "--skip=code,math"])
+    assert "80 of 120 records" in capsys.readouterr().out
+    records = [json.loads(line) for line in (tmp_path / "sft_records" / "train.jsonl").open()]
+    assert records[0] == {"prompt": "### Instruction:\nRepeat 1.\n\n### Input:\na word\n\n### Response:\n", "answer": "word 1"}
+    assert records[1]["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
+    x, y = prepare_fineweb.TokenShards(str(tmp_path / "sft"), "train", 128).batch(range(4))
+    answers = bytes(t for t in y[y >= 0].tolist() if t < 256).decode()
+    assert re.fullmatch(r"(word \d+|\d*)+", answers) and (y < 0).sum() > 2 * (y >= 0).sum()
+    with pytest.raises(ConfigError, match="line 1: a record must have texts"):
+        write_jsonl(tmp_path / "bad.jsonl", [dict(instruction="?", input="")])
+        instruct["main"]([f"--source={tmp_path / 'bad.jsonl'}", "--tokenizer=bytes", f"--out={tmp_path / 'x'}"])
+    flags = ["--model=midus", *TINY, f"--dataset={tmp_path / 'sft'}", "--max_iters=3", f"--out_dir={tmp_path / 'run'}"]
+    train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n=8")
+    assert log_of(tmp_path / "run")[1] > 0 and sample.load_model(tmp_path / "run", "cpu")[0].inserted[0].memory.V_h is not None
 
 
 # ================================================================ train.py

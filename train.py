@@ -31,7 +31,7 @@ preset = ""                     # a row of the model's PRESETS, such as d12_move
 depth = -1                      # 4 | 12: layers, width 64*depth
 dense = False                   # the model's own baseline without memory (its DENSE)
 out_dir = ""                    # out/<model>-d<depth> or out/<model>-<preset>
-init_from = "scratch"           # scratch | resume (out_dir's checkpoint) | path of a checkpoint whose weights to start from
+init_from = "scratch"           # scratch | resume (out_dir's checkpoint) | path of a checkpoint, or what else the model can start from
 seed = 1337                     # initial values and order of the data
 dataset = ""                    # folder, or a name under data/; fineweb_edu if it is there, else pydocs (built on the spot)
 block_size = -1                 # the data folder's, where a document is a window; 256 | 1024: tokens of context
@@ -42,7 +42,8 @@ optimizer = ""                  # muon | adamw: the first of the model's RECIPE
 learning_rate = -1.0            # RECIPE
 min_lr = 0.0                    # where the schedule ends
 schedule = ""                   # wsd (constant, then down linearly) | cosine: RECIPE, else cosine
-warmup_iters = -1               # RECIPE, else 2% of max_iters
+warmup_iters = -1               # RECIPE, else the fraction warmup of max_iters
+warmup = 0.02                   # RECIPE
 warmdown = 0.4                  # wsd: fraction of the run over which the rate falls
 weight_decay = 0.1              # RECIPE
 beta1 = 0.9                     # RECIPE
@@ -125,7 +126,7 @@ def resolve(c, meta):
             c[key] = cuda if gpu else cpu
     for key, low, high in (("block_size", 1, 1e9), ("batch_size", 1, 1e9), ("log_interval", 1, 1e9), ("eval_tokens", 1, 1e18), ("sample_tokens", 0, 1e9),
                            ("eval_interval", -1, 1e9), ("warmup_iters", -1, 1e9), ("min_lr", 0, 1e9), ("max_iters", -1, 1e9),
-                           ("weight_decay", 0, 1e9), ("grad_clip", 0, 1e9), ("beta1", 0, 1), ("beta2", 0, 1), ("warmdown", 0, 1)):
+                           ("weight_decay", 0, 1e9), ("grad_clip", 0, 1e9), ("beta1", 0, 1), ("beta2", 0, 1), ("warmup", 0, 1), ("warmdown", 0, 1)):
         need(low <= c[key] <= high, f"{key}={c[key]}: must be " + (f"at least {low}" if high > 1 else "between 0 and 1"))
     for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
         need(c[key] in choices, f"{key}={c[key]}: choose {' or '.join(choices)}")
@@ -149,13 +150,19 @@ def build_model_config(c, module, overrides):
     return module.Config(**{**presets[c["preset"]], **fields})
 
 
-def load_start(config, given, overrides):
-    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults."""
-    resume = config["init_from"] == "resume"
+def load_start(config, given, overrides, module):
+    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults. A model file with
+    start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
+    resume, source, out = config["init_from"] == "resume", Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
     if config["init_from"] == "scratch":
         return None
-    ckpt, source, out = load_checkpoint(config["out_dir"] if resume else config["init_from"]), Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
     need(resume or out not in (source, source.parent), f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
+    own = not resume and hasattr(module, "start")
+    ckpt = None if own and source.is_dir() and not (source / "ckpt.pt").exists() else load_checkpoint(config["out_dir"] if resume else config["init_from"])
+    if own:
+        ckpt = module.start(config["init_from"], ckpt, {**overrides, **{k: given[k] for k in ("block_size",) if k in given}})
+        config["block_size"] = ckpt["model_config"]["block_size"]
+        return ckpt
     fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
     saved = {**ckpt["config"], **ckpt["model_config"]}
     for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
@@ -169,7 +176,7 @@ def load_start(config, given, overrides):
 try:
     config, given, module, overrides = read_config(sys.argv[1:])
     locate(config)
-    ckpt, resume = load_start(config, given, overrides), config["init_from"] == "resume"
+    ckpt, resume = load_start(config, given, overrides, module), config["init_from"] == "resume"
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if config["device"].startswith("cuda") else "gloo")
     idle = config["dry_run"] or config["bench"]
@@ -177,8 +184,9 @@ try:
     config["dataset"] = str(folder or "")
     meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
     resolve(config, meta)
-    need(overrides.setdefault("vocab_size", meta["vocab_size"]) >= meta["vocab_size"] or not folder, f"vocab_size={overrides['vocab_size']}: {folder} needs {meta['vocab_size']}")
+    overrides.setdefault("vocab_size", meta["vocab_size"])
     model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, overrides)
+    need(model_config.vocab_size >= meta["vocab_size"] or not folder, f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
     need(not resume or ckpt["data"]["data_id"] == meta["data_id"], f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
     if not idle:
         train_data, val_data = (TokenShards(folder, split, config["block_size"]) for split in ("train", "val"))
@@ -225,7 +233,7 @@ flops = raw.flops_per_token() if hasattr(raw, "flops_per_token") else 6 * counts
 if config["max_iters"] == -1:
     config["max_iters"] = int(min(10 * flops / 6, 4 * train_data.n_tokens) // config["batch_tokens"]) if gpu and not idle else 160
 if config["warmup_iters"] == -1:
-    config["warmup_iters"] = round(0.02 * config["max_iters"])
+    config["warmup_iters"] = round(config["warmup"] * config["max_iters"])
 if config["eval_interval"] < 1:
     config["eval_interval"] = max(1, config["max_iters"] // (20 if gpu else 4))
 if master:
