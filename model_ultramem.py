@@ -118,7 +118,7 @@ class Config:
     def grid(self):
         """How a layer's slots are laid out: kind of sharing, its g, values in reach floor(n sqrt(g))^2, row (or column) keys of a head."""
         kind, _, g = self.share.partition(":")
-        g = int(g) if g.isdigit() else int(not kind)
+        g = int(g) if g.isdigit() else int(kind in ("", "one"))
         side = math.isqrt(self.n_keys ** 2 * g)
         return kind, g, side ** 2, side * math.isqrt(self.virtual)
 
@@ -311,7 +311,7 @@ class UltraMemV2(nn.Module):
                 f"give ring:g, noring:g or block:g for g of the {L} memory layers (block: g a divisor)")
         c.check(math.isqrt(c.virtual) ** 2 == c.virtual, "virtual", "must be a square, since each side's keys grow by its root")
         c.check(c.top_m <= min(c.top_m, 128, n) ** 2, "top_m n_keys", "at most min(128, n_keys)^2 slots can be picked")
-        c.check(c.init_match in ("paper", "silu") and c.value_lr_until > 0, "init_match value_lr_until", "choose paper or silu, and a fraction above 0")
+        c.check(c.init_match in ("paper", "silu") and c.value_lr_until > 0, "init_match value_lr_until", "choose paper or silu, and more than 0")
         c.check(c.value_dim % c.core_heads == 0, "value_dim core_heads", "each core weighs a slice: core_heads must divide value_dim")
 
 
@@ -409,12 +409,13 @@ class Model(nn.Module):
         return Cache(max_len)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """AdamW with weight decay on everything, norms and values too. Only sparse_memory decays no values: SparseAdam cannot."""
+        """AdamW with weight decay on everything, norms and values too; but lazy Adam (sparse_memory) decays nothing. The published rate is
+        for widths from 768 on, narrower models get 768/d times as much."""
         c, (rest, tables) = self.config, ([p for n, p in self.named_parameters() if n.endswith("table") == table] for table in (False, True))
-        constant = c.memory == "memory+"                       # its values: always 1e-3
-        rows = [dict(params=tables, kind="sparse" if c.sparse_memory else "adamw", lr=(2.5 if constant else 1.0) * learning_rate,
-                     weight_decay=weight_decay, schedule=not constant, boost=(c.value_lr, c.value_lr_until))]
-        return [dict(params=rest, kind="adamw", lr=learning_rate, weight_decay=weight_decay, schedule=True)] + rows * bool(tables)
+        rate, constant = learning_rate * max(1.0, 768 / c.n_embd), c.memory == "memory+"           # Memory+: values always at 1e-3
+        values = dict(params=tables, kind="sparse" if c.sparse_memory else "adamw", lr=rate * 2.5 if constant else rate,
+                      weight_decay=weight_decay, schedule=not constant, boost=(c.value_lr, c.value_lr_until))
+        return [dict(params=rest, kind="adamw", lr=rate, weight_decay=weight_decay, schedule=True)] + [values] * bool(tables)
 
 
 # ================================================================ below the fold: baselines, ablations, foreign checkpoints ==============
@@ -551,7 +552,8 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Mixture of SwiGLU experts in the FFN's place (OLMoE; eq. 2), dropless: every expert runs on all tokens that chose it."""
+    """Mixture of SwiGLU experts in the FFN's place (OLMoE; eq. 2), dropless: every expert runs on all tokens that
+    chose it. Their number is data, so a compiled graph breaks here."""
 
     def __init__(self, config, layer):
         super().__init__()
