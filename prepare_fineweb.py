@@ -7,7 +7,8 @@ Text to token shards. FineWeb-Edu is streamed; --source=PATH reads local files; 
 
 A record is {"text"} or {"prompt", "answer"}, one kind per corpus. A document is the token eot and its text, or eot, prompt, answer, these
 two tokenised apart. For the second kind a .mask file beside the shard has 1 at every token that is to be predicted: the answer's tokens and
-eot, for the next document's opening eot is what ends an answer. Held-out documents are chosen by the sha256 of their text, so that a text
+eot, for the next document's opening eot is what ends an answer. With --block_size=N a document is a training window of its own: eot, prompt,
+answer, and eot up to N + 1 tokens, of which only the first is to be predicted. Held-out documents are chosen by the sha256 of their text, so that a text
 is on the same side in every run; where files whose names start with "val" lie beside others, they are the held-out ones.
 
 A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32: magic 20240520, version 1, token count;
@@ -49,6 +50,7 @@ tokenizer = ""                # gpt2 | bpe, trained on the corpus | bytes | a to
 vocab_size = -1               # of bpe; -1: 65536, 4096 for pydocs
 max_tokens = -1               # stop after so many training tokens; -1: take all
 val_fraction = -1.0           # held-out documents; -1: 0.05 for pydocs, 0.005 for fineweb_edu, else 0.01 or more
+block_size = 0                # N: each document is a training window of its own, and train.py takes N; 0: one follows the other
 shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
 bpe_chars = 200_000_000       # bpe is trained on the first so many characters
 text_field = "text"           # name of the field that holds a record's text
@@ -318,6 +320,7 @@ class TokenShards:
     """
     The windows of one split of a data folder, memory-mapped. A window is block_size + 1 tokens of one shard; the next starts block_size
     further on, so that every token but a shard's first is predicted once. (Up to block_size tokens at a shard's end are left over.)
+    Where a document is a window (meta.json has the block_size), it starts block_size + 1 further on.
     """
 
     def __init__(self, folder, split: str, block_size: int):
@@ -338,7 +341,10 @@ class TokenShards:
             if not mask.exists() or mask.stat().st_size != len(shard):
                 raise ConfigError(f"{mask} is missing or damaged: it must have a byte for each of {len(shard):,} tokens")
             self.masks.append(np.memmap(mask, np.uint8, "r") if len(shard) else shard)
-        counts = [max(len(shard) - 1, 0) // block_size for shard in self.shards]
+        if self.meta.get("block_size", block_size) != block_size:
+            raise ConfigError(f"block_size={block_size}: a document of {folder} is a window of block_size={self.meta['block_size']}")
+        self.stride = block_size + ("block_size" in self.meta)
+        counts = [max(len(shard) - block_size - 1 + self.stride, 0) // self.stride for shard in self.shards]
         self.first = np.cumsum([0, *counts])                          # the number of every shard's first window
         self.n_windows = int(self.first[-1])
         if not self.n_windows:
@@ -363,7 +369,7 @@ class TokenShards:
         tokens, wanted = np.empty((len(windows), T + 1), np.int64), np.ones((len(windows), T), bool)
         shards = np.searchsorted(self.first, windows, side="right") - 1
         for row, (shard, window) in enumerate(zip(shards, windows)):
-            start = int(window - self.first[shard]) * T
+            start = int(window - self.first[shard]) * self.stride
             tokens[row] = self.shards[shard][start : start + T + 1]
             if self.has_mask:
                 wanted[row] = self.masks[shard][start + 1 : start + T + 1]
@@ -538,18 +544,23 @@ def _held_out(prompt, text, fraction):
     return int(hashlib.sha256(((prompt or "") + text).encode()).hexdigest()[:8], 16) < fraction * 16**8
 
 
-_job = None      # (tokenizer, val_fraction, type of the tokens), which the forked processes inherit
+_job = None      # (tokenizer, val_fraction, block_size, type of the tokens), which the forked processes inherit
 
 
 def _tokenize(chunk):
     """[(split, prompt, text)] -> [(split, bytes, [ids] or [ids, mask])]"""
-    tok, fraction, dtype = _job
+    tok, fraction, block_size, dtype = _job
     done = []
     prompts = tok.encode_batch([prompt or "" for _, prompt, _ in chunk])
     for (split, prompt, text), before, after in zip(chunk, prompts, tok.encode_batch([text for _, _, text in chunk])):
-        arrays = [np.array([tok.eot, *before, *after], dtype)]
-        if prompt is not None:
-            arrays.append(np.array([1] + [0] * len(before) + [1] * len(after), np.uint8))
+        ids, mask = [tok.eot, *before, *after], [1] + [0] * len(before) + [1] * len(after)
+        if block_size:
+            padding = block_size + 1 - len(ids)
+            if padding < 1:
+                raise ConfigError(f"block_size={block_size}: a document has {len(ids) + 1} tokens with eot before and after it, so that it "
+                                  f"needs block_size={len(ids)}: {(prompt or text)[:60]!r}")
+            ids, mask = ids + [tok.eot] * padding, mask + [1] + [0] * (padding - 1)
+        arrays = [np.array(ids, dtype)] + [np.array(mask, np.uint8)] * (prompt is not None or block_size > 0)
         split = split or ("val" if _held_out(prompt, text, fraction) else "train")
         done.append((split, len(((prompt or "") + text).encode()), arrays))
     return done
@@ -599,7 +610,7 @@ def _write(c, folder):
     if c.tokenizer != "bpe" and isinstance(tok, JSONTokenizer):
         shutil.copy(tok.path, folder / "tokenizer.json")
     lengths, known_bytes = _token_bytes(tok), 0
-    _job = tok, c.val_fraction, np.uint16 if tok.vocab_size <= 65536 else np.uint32
+    _job = tok, c.val_fraction, c.block_size, np.uint16 if tok.vocab_size <= 65536 else np.uint32
     counts = {count: {"train": 0, "val": 0} for count in ("documents", "bytes", "tokens")}
     pending, tokens = {"train": [], "val": []}, counts["tokens"]
     documents = read_documents(c)
@@ -626,7 +637,8 @@ def _write(c, folder):
         np.save(folder / "token_bytes.npy", lengths)
     else:
         print(f"no bits per byte with this tokenizer: its tokens make {known_bytes:,} bytes, the text has {total:,}")
-    return dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot, **counts, data_id=state.hexdigest()[:8])
+    window = {"block_size": c.block_size} if c.block_size else {}
+    return dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot, **window, **counts, data_id=state.hexdigest()[:8])
 
 
 def _build(c, folder, asked):
@@ -677,8 +689,8 @@ def prepare(**settings) -> str:
         raise ConfigError(f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has a vocabulary of its own")
     if c.vocab_size == -1:
         c.vocab_size = 4096 if c.source == "pydocs" else 65536
-    if c.vocab_size < 257 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
-        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, "
+    if c.vocab_size < 257 or c.block_size < 0 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
+        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, block_size={c.block_size} 0 or more, "
                           f"shard_tokens={c.shard_tokens} 1 to 2^30, val_fraction={c.val_fraction} between 0 and 1 (or -1)")
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
     asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
@@ -703,7 +715,7 @@ def _finished(folder, asked, overwrite):
         raise ConfigError(f"{folder} holds {foreign[0]}, which this program did not write: choose another --out=")
     if overwrite or not names:
         return False
-    settings = load_meta(folder).get("settings", {})
+    settings = {"block_size": 0} | load_meta(folder).get("settings", {})       # older folders do not say it
     if other := [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]:
         raise ConfigError(f"{folder} was prepared with {', '.join(other)}: --overwrite=True prepares it anew, --out= elsewhere")
     return True

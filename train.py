@@ -34,7 +34,7 @@ out_dir = ""                    # out/<model>-d<depth> or out/<model>-<preset>
 init_from = "scratch"           # scratch | resume (out_dir's checkpoint) | path of a checkpoint whose weights to start from
 seed = 1337                     # initial values and order of the data
 dataset = ""                    # folder, or a name under data/; fineweb_edu if it is there, else pydocs (built on the spot)
-block_size = -1                 # 256 | 1024: tokens of context
+block_size = -1                 # the data folder's, where a document is a window; 256 | 1024: tokens of context
 batch_size = -1                 # 8 | 32: sequences in one forward (the micro-batch)
 batch_tokens = -1               # 1024 | 131072: tokens per optimizer step, all GPUs together; accumulation follows from it
 max_iters = -1                  # 160 | about 10 tokens per dense parameter, at most 4 epochs
@@ -115,21 +115,22 @@ def locate(c):
     c["out_dir"] = c["out_dir"] or f"out/{c['model']}-{c['preset'] or 'd%d' % c['depth']}" + "-dense" * c["dense"]
 
 
-def resolve(c):
+def resolve(c, meta):
     """Fill in what else is automatic in the config c, in place, and check it."""
-    gpu = c["device"].startswith("cuda")
+    gpu, window = c["device"].startswith("cuda"), meta.get("block_size")
     bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    for key, cpu, cuda in (("dtype", "float32", "bfloat16" if bf16 else "float32"), ("compile", 0, 1), ("block_size", 256, 1024),
+    for key, cpu, cuda in (("dtype", "float32", "bfloat16" if bf16 else "float32"), ("compile", 0, 1), ("block_size", window or 256, window or 1024),
                            ("batch_size", 8, 32), ("eval_tokens", 16384, 10485760), ("schedule", "cosine", "cosine"), ("learning_rate", 1e-3, 1e-3)):
         if c[key] in (-1, ""):
             c[key] = cuda if gpu else cpu
-    c["batch_tokens"] = max(131072 if gpu else 1024, c["block_size"] * world) if c["batch_tokens"] == -1 else c["batch_tokens"]
     for key, low, high in (("block_size", 1, 1e9), ("batch_size", 1, 1e9), ("log_interval", 1, 1e9), ("eval_tokens", 1, 1e18), ("sample_tokens", 0, 1e9),
                            ("eval_interval", -1, 1e9), ("warmup_iters", -1, 1e9), ("min_lr", 0, 1e9), ("max_iters", -1, 1e9),
                            ("weight_decay", 0, 1e9), ("grad_clip", 0, 1e9), ("beta1", 0, 1), ("beta2", 0, 1), ("warmdown", 0, 1)):
         need(low <= c[key] <= high, f"{key}={c[key]}: must be " + (f"at least {low}" if high > 1 else "between 0 and 1"))
     for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
         need(c[key] in choices, f"{key}={c[key]}: choose {' or '.join(choices)}")
+    if c["batch_tokens"] == -1:
+        c["batch_tokens"] = max(1, (131072 if gpu else 1024) // (c["block_size"] * world)) * c["block_size"] * world
     rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)                      # rows of one process
     need(rows > 0 and not rest, f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']}" + f" x {world} processes" * (world > 1))
     c["batch_size"] = max(b for b in range(1, min(c["batch_size"], rows) + 1) if rows % b == 0)   # the micro-batch divides the batch
@@ -170,11 +171,11 @@ try:
     ckpt, resume = load_start(config, given, overrides), config["init_from"] == "resume"
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if config["device"].startswith("cuda") else "gloo")
-    resolve(config)
     idle = config["dry_run"] or config["bench"]
     folder = None if idle and not config["dataset"] else find_dataset(config["dataset"])
     config["dataset"] = str(folder or "")
     meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
+    resolve(config, meta)
     need(overrides.setdefault("vocab_size", meta["vocab_size"]) >= meta["vocab_size"] or not folder, f"vocab_size={overrides['vocab_size']}: {folder} needs {meta['vocab_size']}")
     model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, overrides)
     need(not resume or ckpt["data"]["data_id"] == meta["data_id"], f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
@@ -237,14 +238,14 @@ if config["dry_run"]:
     sys.exit(0)
 
 optimizers, wandb, step = build_optimizers(raw), None, 0
-progress = {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0}
+progress = {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0, "curve": []}
 if ckpt:
     raw.load_state_dict(ckpt["model"])
 if resume:
     for o, state in zip(optimizers, ckpt["optimizers"]):
         o.load_state_dict(state)
     torch.set_rng_state(ckpt["rng"])
-    step, progress = ckpt["step"], ckpt["train"]
+    step, progress = ckpt["step"], progress | ckpt["train"]
 if config["compile"]:
     net = torch.compile(net)
 if world > 1:
@@ -313,7 +314,7 @@ def train_step(net, params, optimizers, x, y, step, want_norm=False):
 
 @torch.no_grad()
 def evaluate():
-    """(loss in nats, bits per byte or None) over the first eval_tokens of the validation split; tokens without bytes are left out."""
+    """val_loss (nats) and val_bpb (or None) over the first eval_tokens of the validation split, tokens without bytes left out; a task's accuracy."""
     net.eval()
     n = min(max(1, config["eval_tokens"] // config["block_size"]), val_data.n_windows)
     sums = torch.zeros(3, dtype=torch.float64)                 # nats, targets, bytes
@@ -328,9 +329,14 @@ def evaluate():
     if world > 1:
         sums = sums.to(config["device"])
         dist.all_reduce(sums)
-    net.train()
     nats, count, size = sums.tolist()
-    return nats / max(count, 1), nats / math.log(2) / size if size else None
+    values = {"val_loss": nats / max(count, 1), "val_bpb": nats / math.log(2) / size if size else None}
+    if "task" in meta and master:
+        from experiments.tasks import accuracy
+        with autocast:
+            values |= accuracy(raw, val_data, prepare_fineweb.get_tokenizer(str(folder)))
+    net.train()
+    return values
 
 
 def usage(flops, tokens_per_second):
@@ -385,8 +391,9 @@ def save(text):
     show(f"{text} | saved {out}/ckpt.pt")
 
 
-def score(loss, bpb):
-    return f"val {loss:.4f} bpb " + ("n/a" if bpb is None else f"{bpb:.4f}")
+def score(val_loss, val_bpb, accuracy=None, **parts):
+    second = f"accuracy {accuracy:.4f}" if accuracy is not None else "bpb n/a" if val_bpb is None else f"bpb {val_bpb:.4f}"
+    return f"val {val_loss:.4f} {second}"
 
 
 def log_line(**values):
@@ -410,7 +417,7 @@ def clock(seconds):
 token_bytes = load_token_bytes(folder)
 token_bytes = torch.from_numpy(token_bytes) if token_bytes is not None else None
 if config["eval_only"]:
-    show(score(*evaluate()))
+    show(score(**evaluate()))
     sys.exit(0)
 if master:
     out.mkdir(parents=True, exist_ok=True)
@@ -456,11 +463,12 @@ try:
         sys.exit(f"wrote {out}/trace.json: open it in chrome://tracing or ui.perfetto.dev")
     while True:
         if (step % config["eval_interval"] == 0 or step == config["max_iters"]) and not (resume and step == first_step):
-            progress["val_loss"], progress["val_bpb"] = val_loss, val_bpb = evaluate()
-            better, progress["best"] = val_loss < progress["best"], min(val_loss, progress["best"])
-            text = f"{step:5}/{config['max_iters']} {score(val_loss, val_bpb)} | trained {clock(progress['train_seconds'])}"
+            values = evaluate()
+            better = values["val_loss"] < progress["best"]
+            progress |= values | {"best": min(values["val_loss"], progress["best"]), "curve": progress["curve"] + [{"step": step, **values}]}
+            text = f"{step:5}/{config['max_iters']} {score(**values)} | trained {clock(progress['train_seconds'])}"
             if master:
-                log_line(step=step, val_loss=val_loss, val_bpb=val_bpb, train_seconds=progress["train_seconds"])
+                log_line(step=step, **values, train_seconds=progress["train_seconds"])
             if step and (config["always_save_checkpoint"] or better):
                 save(text)
             else:
