@@ -29,13 +29,12 @@ other kinds of memory, the tree, subtrees and their merge. The anchor alone, and
     python train.py --model=hiermem --dense=True --dataset=TEXTS --out_dir=out/anchor
     python train.py --model=hiermem --init_from=out/anchor --memory=ffn --learning_rate=1e-3 --dataset=TEXTS    # --frozen=True: A3
 """
-import math
-import random
-import re
-import zlib
+import functools, hashlib, json, math, random, re, sys, zipfile, zlib
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -61,10 +60,7 @@ class Config:
     qk_norm: bool = True          # norm of queries and keys over their whole width, before the rotary embedding
     qkv_bias: bool = False        # biases of queries, keys and values (Qwen2.5)
     rope_base: float = 100000.0   # of the rotary embedding
-    rope_factor: float = 1.0      # Llama 3's scaling of its low frequencies; 1: none, and then for the next three
-    rope_low: float = 1.0         # wavelengths above rope_context/rope_low are stretched by the factor,
-    rope_high: float = 4.0        # those below rope_context/rope_high stay, those between are interpolated
-    rope_context: int = 8192      # the context before the scaling
+    rope_scaling: str = ""        # Llama 3's, factor:low:high:context: 32:1:4:8192 (3.2 1B)
     eot: int = -1                 # token that opens a document, beyond which attention does not look; -1: no such limit
     memory: str = "ffn"           # ffn | lora_qk | lora_vo | lora_ffn | kv | none
     clusters: str = "8,8"         # k_1,...,k_p: children of a node of the tree, root to leaves (paper 16,16,16,16)
@@ -97,7 +93,8 @@ class Config:
                 (self.generic == -1 or 0 <= self.generic <= 1, "generic", "must be between 0 and 1, or -1 (automatic)"),
                 (self.kind or not (self.frozen or self.subtree), "memory frozen subtree", "without memories there is nothing else to train"),
                 (self.subtree in ("", "generic", *map(str, range(k_1))), "subtree clusters", f"choose 0 to {k_1 - 1}, or generic"),
-                (self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True")):
+                (self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True"),
+                (self.retriever or not self.subtree, "subtree retriever", "the data has no tree: prepare it with --clusters=8,8")):
             if not good:
                 raise ValueError(", ".join(f"{name}={getattr(self, name)}" for name in names.split()) + ": " + advice)
 
@@ -126,7 +123,6 @@ DENSE = dict(memory="none")
 RECIPE = {                        # the paper's for an anchor; memories and co-training: 1e-4 -> 1e-5, wd 1e-3; all from scratch: 1e-3 -> 1e-5, wd 0.1
     "adamw": dict(learning_rate=5e-3, min_lr=5e-5, weight_decay=0.05, beta1=0.9, beta2=0.95, grad_clip=1.0, schedule="cosine"),
 }
-GROWS = {"memory", "clusters", "ranks", "layers", "generic", "frozen", "subtree", "retriever", "eot"}   # may differ from init_from's
 
 
 # ---------------------------------------------------------------- the backbone: OpenLM, which is Llama with a norm of queries and keys
@@ -144,13 +140,13 @@ NORMS = {"rms": RMSNorm, "layer": lambda width, eps: nn.LayerNorm(width, eps, bi
 
 
 def rotary_frequencies(config, device):
-    """theta (d_h/2,): base^(-2i/d_h), and Llama 3's rule for contexts beyond rope_context: long wavelengths are stretched."""
+    """theta (d_h/2,): base^(-2i/d_h). Llama 3 stretches the wavelengths that turn less than `low` times in its old context."""
     theta = config.rope_base ** (-torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim)
-    if config.rope_factor == 1:
+    if not config.rope_scaling:
         return theta
-    turns = config.rope_context * theta / (2 * math.pi)                                  # in the old context
-    keep = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
-    return keep * theta + (1 - keep) * theta / config.rope_factor
+    factor, low, high, context = map(float, config.rope_scaling.split(":"))
+    keep = ((context * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)          # 1 beyond `high` turns
+    return keep * theta + (1 - keep) * theta / factor
 
 
 def rotary_tables(theta, start, length):
@@ -472,16 +468,93 @@ PLACES |= {"early": lambda L, n: range(n), "middle": lambda L, n: range((L - n) 
            "late": lambda L, n: range(L - n, L)}
 
 
-def walk(x, centroids, blocked=()):
-    """The greedy walk (section 2.1): embeddings x (N, c) -> path (N, p), the node at every level.
+# ---------------------------------------------------------------- the retriever: embedders, the tree, the walk (section 2.1, Appendix C)
 
-    centroids: of every level, (n_l, c); node i's children are i*k ... i*k + k-1. blocked: (level, node) pairs, from (1, 0),
+class HashEmbedder:
+    """Words in 32,768 buckets, weighted tf-idf, reduced to 128 dimensions by a truncated SVD of the training windows. Nothing to download."""
+    name, buckets = "hash", 32768
+
+    def __init__(self, state, path=""):
+        self.state = state                                     # idf (buckets,), projection (buckets, c)
+
+    @classmethod
+    def fit(cls, texts, path=""):
+        counts = cls.count(texts)
+        present = torch.bincount(counts.indices()[1], minlength=cls.buckets)
+        idf = ((1 + len(texts)) / (1 + present)).log() + 1
+        weighted = torch.sparse_coo_tensor(counts.indices(), counts.values() * idf[counts.indices()[1]], counts.shape, check_invariants=False)
+        size = torch.sparse.mm(weighted * weighted, torch.ones(cls.buckets, 1)).sqrt()
+        unit = weighted.coalesce().values() / size[counts.indices()[0], 0]
+        unit = torch.sparse_coo_tensor(counts.indices(), unit, counts.shape, check_invariants=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            V = torch.svd_lowrank(unit, q=min(128, len(texts)), niter=4)[2]
+        return cls({"idf": idf, "projection": V.contiguous()})
+
+    @classmethod
+    def count(cls, texts):                                     # (N, buckets) sparse: 1 + log of each word's count
+        triples = [(n, bucket(word), 1 + math.log(count)) for n, text in enumerate(texts)
+                   for word, count in Counter(re.findall(r"\w+", text.lower())).items()]
+        rows, columns, values = zip(*triples) if triples else ((), (), ())
+        return torch.sparse_coo_tensor(torch.tensor([rows, columns], dtype=torch.long).view(2, -1), torch.tensor(values, dtype=torch.float32),
+                                       (len(texts), cls.buckets), check_invariants=False).coalesce()
+
+    def __call__(self, texts):
+        return F.normalize(torch.sparse.mm(self.count(texts), self.state["idf"][:, None] * self.state["projection"]))
+
+
+@functools.lru_cache(2 ** 20)
+def bucket(word):                                              # Python's own hash() differs from run to run
+    return zlib.crc32(word.encode()) % HashEmbedder.buckets
+
+
+class MiniLM:
+    """all-MiniLM-L6-v2, the paper's embedder: mean of the last states of up to 256 word pieces."""
+    name, probe = "minilm", "The embedder of a tree of clusters must not change."
+
+    def __init__(self, state, path=""):
+        try:
+            from transformers import AutoModel, AutoTokenizer
+        except ImportError:
+            raise ValueError("embedder=minilm needs transformers: pip install transformers") from None
+        path = path or "sentence-transformers/all-MiniLM-L6-v2"
+        try:
+            self.tokenizer, self.model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"embedder=minilm: {path} cannot be loaded ({str(error).splitlines()[0]}); "
+                             "--embedder_path=FOLDER names a local copy") from None
+        seen = self([self.probe])[0]
+        self.state = state or {"probe": seen}                  # what it makes of one sentence: another model would show
+        if self.state["probe"].shape != seen.shape or self.state["probe"] @ seen < 0.999:
+            raise ValueError(f"{path} is another embedder than the one that the tree was made with")
+
+    @classmethod
+    def fit(cls, texts, path=""):
+        return cls({}, path)
+
+    @torch.no_grad()
+    def __call__(self, texts):
+        found = []
+        for first in range(0, len(texts), 64):
+            batch = self.tokenizer(texts[first:first + 64], padding=True, truncation=True, max_length=256, return_tensors="pt")
+            weight = batch["attention_mask"][:, :, None].float()
+            found.append((self.model(**batch).last_hidden_state * weight).sum(1) / weight.sum(1))
+        return F.normalize(torch.cat(found))
+
+
+EMBEDDERS = {"hash": HashEmbedder, "minilm": MiniLM}
+
+
+def walk(x, centroids, blocked=()):
+    """The greedy walk: embeddings x (N, c) -> path (N, p), the node at every level.
+
+    centroids: of every level, (n_l, c); node i's children are i*k ... i*k + k-1. blocked: (level, node) pairs, levels from 1,
     that may not be entered: the next nearest sibling is (Figure 6b).
     """
-    node, path = torch.zeros(len(x), dtype=torch.long, device=x.device), []
+    node, path = torch.zeros(len(x), dtype=torch.long), []
     for level, (c, above) in enumerate(zip(centroids, [1] + [len(c) for c in centroids]), 1):
         k = len(c) // above
-        child = node[:, None] * k + torch.arange(k, device=x.device)                     # (N, k)
+        child = node[:, None] * k + torch.arange(k)                                      # (N, k)
         distance = (x[:, None] - c[child]).square().sum(-1)
         for closed in [n for l, n in blocked if l == level]:
             distance[child == closed] = math.inf
@@ -490,6 +563,189 @@ def walk(x, centroids, blocked=()):
         node = child.gather(1, distance.argmin(1, keepdim=True))[:, 0]
         path.append(node)
     return torch.stack(path, 1)
+
+
+def k_means(x, k, generator, sample=6400, steps=20):
+    """k centroids of x (N, c): k-means++ and then EM, every step on a fresh sample. A cluster with more than 1.5/k of the sample gives half of
+    its points, drawn at random, to the smallest; so the E-step is balanced, the M-step is the plain mean."""
+    draw = lambda: x[torch.randperm(len(x), generator=generator)[:sample]]
+    points = draw()
+    centroids = points[:1]
+    while len(centroids) < k:
+        distance = torch.cdist(points, centroids).amin(1).square() + 1e-12
+        centroids = torch.cat((centroids, points[torch.multinomial(distance, 1, generator=generator)]))
+    for _ in range(steps):
+        points = draw()
+        nearest = torch.cdist(points, centroids).argmin(1)
+        counts = torch.bincount(nearest, minlength=k)
+        for large in counts.argsort(descending=True)[:int((counts > 1.5 * len(points) / k).sum())].tolist():
+            members = (nearest == large).nonzero()[:, 0]
+            half = members[torch.randperm(len(members), generator=generator)[:len(members) // 2]]
+            nearest[half] = torch.bincount(nearest, minlength=k).argmin()
+        counts = torch.bincount(nearest, minlength=k)[:, None]
+        sums = torch.zeros_like(centroids).index_add_(0, nearest, points)
+        centroids = torch.where(counts > 0, sums / counts.clamp(min=1), centroids)       # not normalised again
+    return centroids
+
+
+class Retriever:
+    """Text -> path in the tree. One npz file holds centroids, the embedder's state and their hash, which data and checkpoints carry."""
+
+    def __init__(self, embedder, clusters, centroids):
+        self.embedder, self.clusters, self.centroids = embedder, clusters, centroids
+
+    @classmethod
+    def fit(cls, x, clusters, embedder, seed=0):
+        """The tree over the unit vectors x (N, c), from the root to the leaves."""
+        generator, node, centroids, above = torch.Generator().manual_seed(seed), torch.zeros(len(x), dtype=torch.long), [], 1
+        for level, k in enumerate(map(int, clusters.split(",")), 1):
+            order, counts = node.argsort(stable=True), torch.bincount(node, minlength=above)
+            if counts.min() < 4 * k:
+                raise ValueError(f"clusters={clusters}: at level {level} a node has {counts.min()} windows to split {k} ways and needs {4 * k}: "
+                                 "take fewer clusters, a smaller window, or more text")
+            centroids.append(torch.cat([k_means(x[members], k, generator) for members in order.split(counts.tolist())]))
+            node, above = torch.cat([walk(part, centroids)[:, -1] for part in x.split(1024)]), above * k
+        return cls(embedder, clusters, centroids)
+
+    def path(self, texts, blocked=()):
+        """texts -> (N, p) int64: the nodes that a text's path goes through, numbered from 0 at every level."""
+        return torch.cat([walk(part, self.centroids, blocked) for part in self.embedder(texts).split(1024)])
+
+    def arrays(self):
+        state = {f"state_{name}": value for name, value in self.embedder.state.items()}
+        return {name: value.numpy() for name, value in (state | {f"centroids_{l}": c for l, c in enumerate(self.centroids, 1)}).items()}
+
+    @property
+    def hash(self):
+        content = hashlib.sha256(f"{self.embedder.name} {self.clusters}".encode())
+        for name, array in sorted(self.arrays().items()):
+            content.update(f"{name} {array.shape}".encode() + array.tobytes())
+        return content.hexdigest()[:16]
+
+    def save(self, path):
+        import numpy as np
+        np.savez(path, embedder=self.embedder.name, clusters=self.clusters, **self.arrays())
+
+    @classmethod
+    def load(cls, path, embedder_path=""):
+        import numpy as np
+        try:
+            with np.load(path) as file:
+                arrays = {name: file[name] for name in file.files}
+            name, clusters = str(arrays.pop("embedder")), str(arrays.pop("clusters"))
+            centroids = [torch.from_numpy(arrays.pop(f"centroids_{l + 1}")) for l in range(len(clusters.split(",")))]
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{path} is missing, or not a whole retriever file ({error}): prepare_fineweb.py --clusters= writes it") from None
+        state = {key.removeprefix("state_"): torch.from_numpy(value) for key, value in arrays.items()}
+        return cls(EMBEDDERS[name](state, embedder_path), clusters, centroids)
+
+
+def prompt_context(self, text, places, leaf="", block="", embedder_path=""):
+    """What sample.py's prompt fetches -> (context, a line that says so). leaf: generic | none | a leaf's number | "", the prompt's path in the
+    tree of retriever.npz, which lies in one of the folders `places`. block: nodes that may not be entered, "level:node,..." or "best:level"."""
+    config = self.config
+    if config.kind is None or leaf == "none":
+        return {"leaf": None}, "no memory"
+    if leaf == "generic" or not leaf and not text:
+        return {"leaf": -1}, "generic memory" + (": there is no prompt" if not leaf else "")
+    if leaf:
+        if not leaf.isdigit() or int(leaf) >= config.nodes[-1]:
+            raise ValueError(f"leaf={leaf}: generic, none, or a leaf from 0 to {config.nodes[-1] - 1}")
+        path = [int(leaf) // (config.nodes[-1] // n) for n in config.nodes]
+    elif not config.retriever:
+        return {"leaf": -1}, "generic memory: the model was trained on data without a tree"
+    else:
+        files = [place / "retriever.npz" for place in map(Path, places) if (place / "retriever.npz").exists()]
+        if not files:
+            raise ValueError(f"no retriever.npz in {' or '.join(map(str, places))}: copy it from the data folder, or give --leaf=generic")
+        retriever = Retriever.load(files[0], embedder_path)
+        if retriever.hash != config.retriever:
+            raise ValueError(f"{files[0]} is the tree {retriever.hash}, the model was trained with {config.retriever}: its blocks mean nothing here")
+        best = retriever.path([text])[0].tolist()
+        if not re.fullmatch(r"(best:\d+|\d+:\d+)(,(best:\d+|\d+:\d+))*|", block):
+            raise ValueError(f"block={block}: level:node, several by commas, or best:level")
+        pairs = [pair.split(":") for pair in block.split(",") if pair]
+        if any(not 1 <= int(n if l == "best" else l) <= len(best) for l, n in pairs):
+            raise ValueError(f"block={block}: the levels are 1 to {len(best)}")
+        path = retriever.path([text], [(int(n), best[int(n) - 1]) if l == "best" else (int(l), int(n)) for l, n in pairs])[0].tolist()
+    sizes = f"{sum(config.level_sizes):,} of the bank's {self.param_counts()['memory']:,} parameters"
+    return {"leaf": torch.tensor([path[-1]])}, f"path {' > '.join(map(str, path))}: fetched {sizes}"
+
+
+# ---------------------------------------------------------------- foreign checkpoints
+
+def config_from_hf(path):
+    """config.json of a Hugging Face Llama or Qwen2 folder -> the fields of Config. ValueError names what this file does not compute."""
+    try:
+        c = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no readable config.json of a Hugging Face model ({error}), nor a ckpt.pt") from None
+    rope = c.get("rope_parameters") or {**(c.get("rope_scaling") or {}), "rope_theta": c.get("rope_theta", 10000.0)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    refused = [("model_type", c.get("model_type"), ("llama", "qwen2")), ("hidden_act", c.get("hidden_act", "silu"), ("silu",)),
+               ("rope type", kind, ("default", "llama3")), ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
+               ("attention_bias", c.get("attention_bias", False), (False,)), ("mlp_bias", c.get("mlp_bias", False), (False,)),
+               ("use_sliding_window", c.get("use_sliding_window", False), (False,)), ("quantization_config", c.get("quantization_config"), (None,))]
+    for name, value, supported in refused:
+        if value not in supported:
+            raise ValueError(f"{path}/config.json: {name}={value!r} is not supported, only {' and '.join(map(repr, supported))}")
+    try:
+        names = dict(n_layer="num_hidden_layers", n_head="num_attention_heads", n_embd="hidden_size", n_inner="intermediate_size")
+        fields = {ours: c[theirs] for ours, theirs in names.items()} | {"vocab_size": c["vocab_size"]}
+        if kind == "llama3":
+            keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            fields["rope_scaling"] = ":".join(f"{rope[key]:g}" for key in keys)
+    except KeyError as error:
+        raise ValueError(f"{path}/config.json has no {error}") from None
+    d_h = c.get("head_dim") or fields["n_embd"] // fields["n_head"]
+    if d_h * fields["n_head"] != fields["n_embd"] or d_h % 2:
+        raise ValueError(f"{path}/config.json: head_dim={d_h} with hidden_size={fields['n_embd']} and {fields['n_head']} heads is not supported: "
+                         "it must be even, and hidden_size its product with the heads")
+    return dict(fields, n_kv_head=c.get("num_key_value_heads") or fields["n_head"], tied=c.get("tie_word_embeddings", False),
+                qkv_bias=c["model_type"] == "qwen2", norm_eps=c.get("rms_norm_eps", 1e-6), rope_base=float(rope["rope_theta"]),
+                block_size=min(2048, c.get("max_position_embeddings", 2048)))
+
+
+def from_pretrained(path, dtype=torch.float32):
+    """A Hugging Face Llama or Qwen2.5 folder (config.json and safetensors, in one file or sharded) -> Model with memory="none"."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError("from_pretrained needs safetensors: pip install safetensors") from None
+    path = Path(path)
+    config = Config(**config_from_hf(path), memory="none", qk_norm=False)
+    with torch.device("meta"):
+        model = Model(config).to(dtype)
+    model.to_empty(device="cpu")
+    ours = {"embed_tokens.weight": "embed.weight", "norm.weight": "norm.weight", "lm_head.weight": "" if config.tied else "head.weight"}
+    parts = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn.W_Q", "self_attn.k_proj": "attn.W_K", "self_attn.v_proj": "attn.W_V",
+             "self_attn.o_proj": "attn.W_O", "post_attention_layernorm": "mlp_norm", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up",
+             "mlp.down_proj": "mlp.down"}
+    for i in range(config.n_layer):
+        ours |= {f"layers.{i}.{theirs}.{end}": f"blocks.{i}.{name}.{end}" for theirs, name in parts.items() for end in ("weight", "bias")}
+    index, missing = path / "model.safetensors.index.json", dict(model.named_parameters())
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} cannot be read: {error!r}") from None
+    for file in files:
+        try:
+            with safe_open(path / file, "pt") as tensors:
+                for name in tensors.keys():
+                    own, tensor = ours.get(name.removeprefix("model.")), tensors.get_tensor(name)
+                    if own == "" or name.endswith("rotary_emb.inv_freq"):
+                        continue                               # a tied head that was written all the same; frequencies, which are computed
+                    if own not in missing:
+                        raise ValueError(f"{path / file}: {name} is there twice or has no place in the model of config.json")
+                    if missing[own].shape != tensor.shape:
+                        raise ValueError(f"{path / file}: {name} is {tuple(tensor.shape)}, config.json asks for {tuple(missing[own].shape)}")
+                    missing.pop(own).data.copy_(tensor)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path / file} cannot be read, it is missing, cut short or no safetensors file: {error}") from None
+    if missing:
+        theirs = {own: name for name, own in ours.items()}
+        raise ValueError(f"{path}: {len(missing)} tensors are missing, the first is {theirs[next(iter(missing))]}")
+    return model
 
 
 # ---------------------------------------------------------------- training: which memory, which subtree
@@ -503,10 +759,65 @@ def training_context(self, context, seed, rows):
     return {**context, "leaf": context["leaf"].masked_fill(drawn, -1)} if "leaf" in context else context
 
 
-def wanted(self, leaf):
-    """(N,) bool: which sequences of the data a subtree's job trains on, by their leaves (N,); None: all."""
-    below = math.prod(self.config.factors[1:])
-    return leaf // below == int(self.config.subtree) if self.config.subtree not in ("", "generic") else None
+def wanted(self, context):
+    """(N,) bool: which of the data's sequences a subtree's job trains on; None: all."""
+    if self.subtree in ("", "generic"):
+        return None
+    return (context["leaf"] // math.prod(self.factors[1:]) == int(self.subtree)).numpy()
+
+
+def start(path, ckpt, fields):
+    """train.py's --init_from=PATH, an anchor to which memories are added, or a model that has them: ckpt is PATH's checkpoint, fields are those
+    of Config that were given or that the data has -> {"model_config", "model"}; tables that the start lacks get their initial values."""
+    if ckpt is None:
+        model = from_pretrained(path)
+        ckpt = {"model_config": dict(vars(model.config)), "model": model.state_dict()}
+    have, free = ckpt["model_config"], {"frozen", "subtree", "generic", "block_size", "sparse_memory"}
+    if unknown := have.keys() - Config.__dataclass_fields__.keys():
+        raise ValueError(f"{path} is a checkpoint of another model: it has {', '.join(sorted(unknown))}")
+    free |= {"memory", "clusters", "ranks", "layers", "retriever"} if have["memory"] == "none" else set()
+    for key in fields.keys() - free - {"eot"}:                 # the anchor has learnt its own way with documents
+        if fields[key] not in (-1, "", have[key]):
+            raise ValueError(f"{key}={fields[key]}: {path} has {key}={have[key]}; leave {key} out, or take data with its tree")
+    config = Config(**{**have, **{key: fields[key] for key in free & fields.keys()}})
+    return {"model_config": dict(vars(config)), "model": ckpt["model"]}
+
+
+def merge(folders, out):
+    """The checkpoints of asynchronous jobs, one for each level-1 subtree and one for the generic blocks -> out/ckpt.pt with everything that they
+    learnt, moments too. ValueError if the jobs had other anchors or trees, if one is missing or there twice."""
+    from sample import load_checkpoint, write_checkpoint
+    jobs = {}
+    for folder in folders:
+        ckpt = load_checkpoint(folder)
+        name = ckpt["model_config"].get("subtree", "")
+        if not name or name in jobs:
+            raise ValueError(f"{folder} " + (f"is a second job of subtree {name}" if name else "was not trained with --subtree="))
+        jobs[name] = ckpt
+    merged = jobs.get("generic") or next(iter(jobs.values()))
+    config = Config(**{**merged["model_config"], "subtree": ""})
+    for name, ckpt in jobs.items():
+        if {**ckpt["model_config"], "subtree": ""} != vars(config):
+            raise ValueError(f"the job of subtree {name} has another model or tree than the others")
+        if any(not torch.equal(t, merged["model"][key]) for key, t in ckpt["model"].items() if not key.startswith("bank.")):
+            raise ValueError(f"the job of subtree {name} started from another anchor than the others")
+    if missing := {"generic", *map(str, range(config.factors[0]))} - jobs.keys():
+        raise ValueError(f"these jobs are missing: {', '.join(sorted(missing))}")
+    levels = [key for key in merged["model"] if key.startswith("bank.")]
+    optimizer = len(merged["optimizers"]) - 1                  # RowAdamW is the last
+    for number, key in enumerate(levels):
+        nodes = config.nodes[int(key.split(".")[1]) - 1]
+        for name, ckpt in jobs.items():
+            share = nodes // config.factors[0]
+            own = slice(nodes, None) if name == "generic" else slice(int(name) * share, (int(name) + 1) * share)
+            state, theirs = (c["optimizers"][optimizer]["state"].get(number, {}) for c in (merged, ckpt))
+            for ours, new in ((merged["model"][key], ckpt["model"][key]), *((state[k], theirs[k]) for k in state.keys() & theirs.keys())):
+                ours[own] = new[own]
+    merged |= {"model_config": dict(vars(config)), "config": {**merged["config"], "out_dir": str(out)}}
+    Path(out).mkdir(parents=True, exist_ok=True)
+    write_checkpoint(Path(out) / "ckpt.pt", merged)
+    for file in [Path(folders[0]) / name for name in ("tokenizer.json", "retriever.npz") if (Path(folders[0]) / name).exists()]:
+        (Path(out) / file.name).write_bytes(file.read_bytes())
 
 
 @torch.no_grad()
@@ -524,4 +835,9 @@ def inspect(self, idx, leaf=-1):
     return {"memory": ((ours - anchor).norm(dim=-1) / anchor.norm(dim=-1), ("layer", "token"))} if self.bank else {}
 
 
-Model.training_context, Model.wanted, Model.inspect = training_context, wanted, inspect
+Model.training_context, Model.prompt_context, Model.inspect, Config.wanted = training_context, prompt_context, inspect, wanted
+Model.from_pretrained = staticmethod(from_pretrained)
+
+
+if __name__ == "__main__":                                     # python model_hiermem.py out/job-* out/merged
+    merge(sys.argv[1:-1], sys.argv[-1])

@@ -1165,6 +1165,9 @@ VARIANTS = {                                                   # every model fil
     "move": [dict(), dict(memory="none"), dict(memory="lave"), dict(memory="lave", memory_scale=2, gate_v=1), dict(n_kv_head=1), dict(slots=3, gate_v=0),
              dict(attention="mla"), dict(attention="mla", memory="lave"), dict(attention="mla", memory="none", n_kv_head=1), dict(sparse_memory=True)],
 }
+VARIANTS["hiermem"] = [
+    dict(), dict(memory="none", norm="layer"), dict(memory="lora_qk"), dict(memory="lora_vo", eot=7), dict(memory="lora_ffn", tied=False), dict(memory="kv", eot=7),
+    dict(clusters="2,3,2", ranks="0,5,4", layers="late", sparse_memory=False), dict(n_kv_head=1, head_dim=8, qkv_bias=True, qk_norm=False, rope_scaling="8:1:4:8")]
 CASES = [pytest.param(name, switches, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in switches.items()) or 'default'}")
          for name, rows in VARIANTS.items() for switches in rows]
 SIZE = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=61, block_size=16)
@@ -1182,6 +1185,15 @@ def make(name="move", dtype=torch.float32, randomize=True, seed=0, **switches):
     return model.to(dtype)
 
 
+def optimizers_of(model, lr=1e-2):
+    """What train.py would take for the model's groups."""
+    kinds = {"adamw": [], "sparse": [], "rows": []}
+    for group in model.param_groups("adamw", lr, 0.0):
+        kinds[group["kind"]] += group["params"]
+    makers = {"adamw": torch.optim.AdamW, "sparse": kernels.LazyAdam, "rows": kernels.RowAdamW}
+    return [makers[kind](params, lr=lr) for kind, params in kinds.items() if params]
+
+
 def some_tokens(B=2, T=12, vocab=61, seed=0):
     return torch.randint(0, vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
@@ -1194,9 +1206,7 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
     groups = model.param_groups("adamw", 1e-2, 0.0)
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "a parameter is in two groups"
-    sparse = [p for g in groups if g["kind"] == "sparse" for p in g["params"]]
-    optimizers = [torch.optim.AdamW([p for p in model.parameters() if not any(p is q for q in sparse)], lr=1e-2)]
-    optimizers += [kernels.LazyAdam(sparse, lr=1e-2)] if sparse else []
+    optimizers = optimizers_of(model)
     for step in range(20):
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         first = first if first is not None else loss.item()
@@ -1204,7 +1214,7 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
         for o in optimizers:
             o.step()
             o.zero_grad()
-    assert first == pytest.approx(math.log(61), abs=0.1) and loss.item() < 0.7 * first
+    assert math.log(61) - 0.1 < first < math.log(61) + 0.8 and loss.item() < 0.7 * first      # OpenLM's logits have variance 1 at first
     still = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
     assert not still, f"never updated: {still}"
 
@@ -1242,7 +1252,7 @@ def test_loss_is_the_mean_over_targets_and_chunks_do_not_matter(name, switches):
     logp = F.log_softmax(model(x)[0], -1)
     want = -logp[y >= 0].gather(1, y[y >= 0][:, None]).mean()
     torch.testing.assert_close(loss.double(), want.double(), atol=1e-6, rtol=1e-6)
-    dense = [p for n, p in model.named_parameters() if not (switches.get("sparse_memory") and n.endswith("table"))]
+    dense = [p for n, p in model.named_parameters() if not (getattr(model.config, "sparse_memory", False) and n.endswith("table"))]
     whole = torch.autograd.grad(loss, dense)
     hidden = lambda at_once: functools.partial(type(model).loss, model, at_once=at_once)
     model.loss = hidden(61 * 5)                                # chunks of five tokens
@@ -1264,13 +1274,13 @@ def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
     model = module.Model(module.Config.from_depth(2, vocab_size=61, block_size=16))
     model.init_weights()
     idx = some_tokens(2, 13)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses, optimizers = [], optimizers_of(model)
     for _ in range(3):
         losses.append(model(idx[:, :-1], idx[:, 1:])[1])
         losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
     assert losses[-1] < losses[0]
 
 
