@@ -11,6 +11,11 @@ eot, for the next document's opening eot is what ends an answer. With --block_si
 answer, and eot up to N + 1 tokens, of which only the first is to be predicted. Held-out documents are chosen by the sha256 of their text, so that a text
 is on the same side in every run; where files whose names start with "val" lie beside others, they are the held-out ones.
 
+--clusters=8,8 cuts the documents into windows of --window=512 tokens, embeds them, fits a tree to those of train (8 nodes, then 8 in each),
+and packs the windows of one leaf, each after an eot, into sequences of block_size + 1 tokens, for model_hiermem.py. A sequence is a training
+window of its own, a .leaf file beside the shard has its leaf (int32), .mask has 0 at padding and at the eot before a document's later windows,
+and retriever.npz is the tree. The corpus is held in memory for this.
+
 A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32: magic 20240520, version 1, token count;
 then uint16. Vocabularies over 65,536: magic 20240801, version 7, uint32), token_bytes.npy (bytes of UTF-8 in every token, for bits per
 byte), tokenizer.json unless it is gpt2 or bytes, and meta.json. All is written in NAME.partial, which becomes NAME once it is whole.
