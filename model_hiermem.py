@@ -565,8 +565,8 @@ def walk(x, centroids, blocked=()):
     return torch.stack(path, 1)
 
 
-def k_means(x, k, generator, sample=6400, steps=20):
-    """k centroids of x (N, c): k-means++ and then EM, every step on a fresh sample. A cluster with more than 1.5/k of the sample gives half of
+def k_means(x, k, generator, sample=6400, steps=20, limit=1.5):
+    """k centroids of x (N, c): k-means++ and then EM, every step on a fresh sample. A cluster with more than limit/k of the sample gives half of
     its points, drawn at random, to the smallest; so the E-step is balanced, the M-step is the plain mean."""
     draw = lambda: x[torch.randperm(len(x), generator=generator)[:sample]]
     points = draw()
@@ -578,7 +578,7 @@ def k_means(x, k, generator, sample=6400, steps=20):
         points = draw()
         nearest = torch.cdist(points, centroids).argmin(1)
         counts = torch.bincount(nearest, minlength=k)
-        for large in counts.argsort(descending=True)[:int((counts > 1.5 * len(points) / k).sum())].tolist():
+        for large in counts.argsort(descending=True)[:int((counts > limit * len(points) / k).sum())].tolist():
             members = (nearest == large).nonzero()[:, 0]
             half = members[torch.randperm(len(members), generator=generator)[:len(members) // 2]]
             nearest[half] = torch.bincount(nearest, minlength=k).argmin()
@@ -788,6 +788,8 @@ def merge(folders, out):
     learnt, moments too. ValueError if the jobs had other anchors or trees, if one is missing or there twice."""
     from sample import load_checkpoint, write_checkpoint
     jobs = {}
+    if not folders:
+        raise ValueError("no jobs to merge")
     for folder in folders:
         ckpt = load_checkpoint(folder)
         name = ckpt["model_config"].get("subtree", "")
@@ -840,4 +842,7 @@ Model.from_pretrained = staticmethod(from_pretrained)
 
 
 if __name__ == "__main__":                                     # python model_hiermem.py out/job-* out/merged
-    merge(sys.argv[1:-1], sys.argv[-1])
+    try:
+        merge(sys.argv[1:-1], sys.argv[-1])
+    except (ValueError, IndexError) as error:
+        sys.exit(f"model_hiermem.py: {error}; usage: python model_hiermem.py JOB_FOLDERS... MERGED_FOLDER")

@@ -768,7 +768,8 @@ def _tree_report(c, retriever, windows, topics, paths, texts, rng):
         agrees = {str(n): round(float(a[:, level].mean()), 4) if len(a) else None for n, a in agreement.items()}
         report.append(dict(level=level + 1, nodes=len(centroids), tokens=[int(sizes.min()), int(np.median(sizes)), int(sizes.max())],
                            nmi=nmi if nmi is None else round(float(nmi), 4), agreement=agrees))
-        print(f"level {level + 1}: {len(centroids):,} nodes of {int(sizes.min()):,} to {int(sizes.max()):,} tokens, median {int(np.median(sizes)):,}; "
+        print(f"level {level + 1}: {len(centroids):,} nodes of {int(sizes.min()):,} to {int(sizes.max()):,} tokens, "
+              f"median {int(np.median(sizes)):,}; "
               + (f"NMI with topics {nmi:.3f}; " if topic.max() else "")
               + "same node from the first " + ", ".join(f"{n} words {a:.0%}" for n, a in agrees.items() if a is not None))
     return report
@@ -823,11 +824,11 @@ def prepare(**settings) -> str:
     if c.vocab_size == -1:
         c.vocab_size = 4096 if c.source == "pydocs" else 65536
     c.block_size = 256 if c.clusters and not c.block_size else c.block_size
-    if c.clusters and (not re.fullmatch(r"\d+(,\d+)*", c.clusters) or min(map(int, c.clusters.split(","))) < 2 or c.embedder not in ("hash", "minilm")):
+    if c.clusters and (not re.fullmatch(r"\d+(,\d+)*", c.clusters) or min(map(int, c.clusters.split(","))) < 2) or c.embedder not in ("hash", "minilm"):
         raise ConfigError(f"clusters={c.clusters}, embedder={c.embedder}: clusters are the factors of a tree, 8,8, and embedder is hash or minilm")
-    if c.window < 1 or c.vocab_size < 257 or c.block_size < 0 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
-        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, block_size={c.block_size} 0 or more, window={c.window} 1 or more, "
-                          f"shard_tokens={c.shard_tokens} 1 to 2^30, val_fraction={c.val_fraction} between 0 and 1 (or -1)")
+    if min(c.window, c.vocab_size - 256, c.block_size + 1) < 1 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
+        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, block_size={c.block_size} 0 or more, "
+                          f"window={c.window} 1 or more, shard_tokens={c.shard_tokens} 1 to 2^30, val_fraction={c.val_fraction} between 0 and 1 (or -1)")
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
     asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
     try:

@@ -1718,12 +1718,15 @@ def test_hiermem_clusters_sequences_hold_windows_of_one_leaf_each_token_once(clu
     assert load_meta(again)["data_id"] == meta["data_id"] and load_meta(again)["retriever"] == retriever.hash, "the seed decides"
 
 
-def test_hiermem_k_means_is_balanced_and_small_nodes_are_refused():
-    x = F.normalize(torch.randn(400, 8, generator=torch.Generator().manual_seed(0)) + torch.tensor([4.0] + [0.0] * 7), dim=1)
-    x[:300] = F.normalize(torch.tensor([4.0, 1, 0, 0, 0, 0, 0, 0]) + 0.01 * x[:300], dim=1)                # three quarters in one spot
-    tree = Retriever.fit(x, "4", model_hiermem.HashEmbedder({}), seed=1)
-    assert torch.bincount(walk(x, tree.centroids)[:, 0], minlength=4).max() < 300, "the crowded spot is split"
-    assert torch.equal(tree.centroids[0], Retriever.fit(x, "4", model_hiermem.HashEmbedder({}), seed=1).centroids[0])
+def test_hiermem_k_means_is_balanced_reproducible_and_small_nodes_are_refused():
+    g = lambda seed: torch.Generator().manual_seed(seed)
+    crowd = torch.cat((torch.zeros(90, 2), torch.ones(10, 2)))                               # 90 are more than 1.5/2 of 100: 45 of them go to the
+    sums = lambda limit: sorted(model_hiermem.k_means(crowd, 2, g(0), steps=1, limit=limit).sum(1).tolist())
+    assert sums(1.5) == pytest.approx([0.0, 20 / 55]) and sums(2.0) == [0.0, 2.0]             # other cluster, whose mean is not normalised again
+    x = F.normalize(torch.randn(400, 6, generator=g(0)), dim=1)
+    assert torch.equal(model_hiermem.k_means(x, 5, g(3)), model_hiermem.k_means(x, 5, g(3)))
+    assert not torch.equal(model_hiermem.k_means(x, 5, g(3)), model_hiermem.k_means(x, 5, g(4)))
+    assert torch.bincount(walk(x, [model_hiermem.k_means(x, 5, g(3))])[:, 0]).max() < 160
     with pytest.raises(ValueError, match="clusters=4,8,8: at level 3 a node has .* needs 32"):
         Retriever.fit(x, "4,8,8", model_hiermem.HashEmbedder({}))
 

@@ -267,7 +267,8 @@ if world > 1:
     from torch.nn.parallel import DistributedDataParallel as DDP
     sparse = {p for o in optimizers if isinstance(o, LazyAdam) for g in o.param_groups for p in g["params"]}
     DDP._set_params_and_buffers_to_ignore_for_model(net, [n for n, p in raw.named_parameters() if p in sparse])   # average_sparse's part
-    net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
+    if any(p.requires_grad and p not in sparse for p in raw.parameters()):               # with a frozen anchor there is nothing left for it
+        net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
 
 
 # ---------------------------------------------------------------- one step
