@@ -788,30 +788,29 @@ def merge(folders, out):
     learnt, moments too. ValueError if the jobs had other anchors or trees, if one is missing or there twice."""
     from sample import load_checkpoint, write_checkpoint
     jobs = {}
-    if not folders:
-        raise ValueError("no jobs to merge")
     for folder in folders:
         ckpt = load_checkpoint(folder)
         name = ckpt["model_config"].get("subtree", "")
         if not name or name in jobs:
             raise ValueError(f"{folder} " + (f"is a second job of subtree {name}" if name else "was not trained with --subtree="))
         jobs[name] = ckpt
-    merged = jobs.get("generic") or next(iter(jobs.values()))
+    if "generic" not in jobs:
+        raise ValueError("these jobs are missing: generic")
+    merged = jobs.pop("generic")
     config = Config(**{**merged["model_config"], "subtree": ""})
     for name, ckpt in jobs.items():
         if {**ckpt["model_config"], "subtree": ""} != vars(config):
             raise ValueError(f"the job of subtree {name} has another model or tree than the others")
         if any(not torch.equal(t, merged["model"][key]) for key, t in ckpt["model"].items() if not key.startswith("bank.")):
             raise ValueError(f"the job of subtree {name} started from another anchor than the others")
-    if missing := {"generic", *map(str, range(config.factors[0]))} - jobs.keys():
+    if missing := set(map(str, range(config.factors[0]))) - jobs.keys():
         raise ValueError(f"these jobs are missing: {', '.join(sorted(missing))}")
     levels = [key for key in merged["model"] if key.startswith("bank.")]
     optimizer = len(merged["optimizers"]) - 1                  # RowAdamW is the last
     for number, key in enumerate(levels):
         nodes = config.nodes[int(key.split(".")[1]) - 1]
         for name, ckpt in jobs.items():
-            share = nodes // config.factors[0]
-            own = slice(nodes, None) if name == "generic" else slice(int(name) * share, (int(name) + 1) * share)
+            own = slice(int(name) * nodes // config.factors[0], (int(name) + 1) * nodes // config.factors[0])
             state, theirs = (c["optimizers"][optimizer]["state"].get(number, {}) for c in (merged, ckpt))
             for ours, new in ((merged["model"][key], ckpt["model"][key]), *((state[k], theirs[k]) for k in state.keys() & theirs.keys())):
                 ours[own] = new[own]

@@ -1709,8 +1709,12 @@ def test_hiermem_clusters_sequences_hold_windows_of_one_leaf_each_token_once(clu
         want = sorted(text["text"].encode()[i:i + 64].decode() for text in texts for i in range(0, len(text["text"]), 64))
         got = b"|".join(bytes(t if t < 256 else 124 for t in row.tolist()) for row in tokens).decode().replace("|", "")
         assert sorted(got) == sorted("".join(want)), "every character once"
-        pieces = [piece for row in tokens.tolist() for piece in bytes(t if t < 256 else 124 for t in row).decode().split("|")]
-        assert all(any(piece in text["text"] for text in texts) for piece in pieces) and (y[x == 256] >= 0).any() and (y == -1).any()
+        cut = [text["text"][i:i + 64] for text in texts for i in range(0, len(text["text"]), 64)]
+        leaf_of = dict(zip(cut, retriever.path(cut)[:, -1].tolist()))
+        for row, l in zip(tokens.tolist(), leaf.tolist()):
+            for piece in bytes(t if t < 256 else 124 for t in row).decode().split("|"):
+                assert l in {leaf_of[window] for window in cut if piece in window}, "a sequence's leaf is that of its windows"
+        assert (y[x == 256] >= 0).any() and (y == -1).any()
     paths = retriever.path([text["text"] for text in topic_texts()])
     assert len({tuple(path.tolist()) for path in paths}) == 4 and all(len(set(paths[i::4, 1].tolist())) == 1 for i in range(4)), "a topic is a leaf"
     assert meta["tree"][1]["nmi"] > 0.95 and meta["tree"][1]["agreement"]["10"] > 0.8 and len(meta["tree"]) == 2
