@@ -798,6 +798,32 @@ class LazyAdam(torch.optim.SparseAdam):
         return loss
 
 
+class RowAdamW(LazyAdam):
+    """AdamW row by row: a row with a gradient gets torch.optim.AdamW's update, its bias corrected for the steps of this row; the others keep
+    values, moments and counts. For tables whose rows are models of their own, visited at different rates (hierarchical memories)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = torch.enable_grad()(closure)() if closure is not None else None
+        for group in self.param_groups:
+            (beta1, beta2), eps, lr = group["betas"], group["eps"], group["lr"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                grad, state = p.grad.coalesce(), self.state[p]
+                if not state:
+                    state.update(steps=p.new_zeros(len(p)), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                chunk = max(1, 2**18 * p.shape[0] // p.numel()) if p.device.type == "cpu" else max(1, grad._nnz())
+                for rows, g in zip(grad._indices()[0].split(chunk), grad._values().split(chunk)):
+                    steps = state["steps"].index_select(0, rows) + 1
+                    m = state["exp_avg"].index_select(0, rows).lerp_(g, 1 - beta1)
+                    v = state["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                    for name, value in (("steps", steps), ("exp_avg", m), ("exp_avg_sq", v)):
+                        state[name].index_copy_(0, rows, value)
+                    rate, scale = ((1 - beta**steps).view(-1, *[1] * (p.dim() - 1)) for beta in (beta1, beta2))
+                    update = m.div_(rate).div_(v.div_(scale).sqrt_().add_(eps))
+                    p.index_copy_(0, rows, p.index_select(0, rows).mul_(1 - lr * group.get("weight_decay", 0)).sub_(update, alpha=lr))
+        return loss
+
+
 def clip_grads(params, max_norm):
     """Norm over dense and coalesced row-sparse gradients; scales them in place when it exceeds max_norm > 0. Returns the norm, a tensor."""
     grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]

@@ -11,6 +11,11 @@ eot, for the next document's opening eot is what ends an answer. With --block_si
 answer, and eot up to N + 1 tokens, of which only the first is to be predicted. Held-out documents are chosen by the sha256 of their text, so that a text
 is on the same side in every run; where files whose names start with "val" lie beside others, they are the held-out ones.
 
+--clusters=8,8 cuts the documents into windows of --window=512 tokens, embeds them, fits a tree to those of train (8 nodes, then 8 in each),
+and packs the windows of one leaf, each after an eot, into sequences of block_size + 1 tokens, for model_hiermem.py. A sequence is a training
+window of its own, a .leaf file beside the shard has its leaf (int32), .mask has 0 at padding and at the eot before a document's later windows,
+and retriever.npz is the tree. The corpus is held in memory for this.
+
 A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32: magic 20240520, version 1, token count;
 then uint16. Vocabularies over 65,536: magic 20240801, version 7, uint32), token_bytes.npy (bytes of UTF-8 in every token, for bits per
 byte), tokenizer.json unless it is gpt2 or bytes, and meta.json. All is written in NAME.partial, which becomes NAME once it is whole.
@@ -54,6 +59,12 @@ block_size = 0                # N: each document is a training window of its own
 shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
 bpe_chars = 200_000_000       # bpe is trained on the first so many characters
 text_field = "text"           # name of the field that holds a record's text
+topic_field = "topic"         # and of one with its topic, if there is one: clusters are compared with it
+clusters = ""                 # 8,8: a tree over the text, for model_hiermem.py; sequences of block_size + 1 tokens (257) from one leaf each
+window = 512                  # tokens of a document that are clustered as one
+embedder = "hash"             # of windows: hash (words, nothing to download) | minilm (all-MiniLM-L6-v2)
+embedder_path = ""            # its folder, where it is not installed
+seed = 1337                   # of the tree, and of the sequences' order
 out = ""                      # folder to write; empty: data/NAME, after the source
 workers = -1                  # processes; -1: one per core
 overwrite = False             # prepare anew where a finished folder is
@@ -331,7 +342,7 @@ class TokenShards:
             raise ConfigError(f"{folder} has no shards named *{split}*.bin")
         self.shards = [_open_shard(path) for path in self.paths]
         self.n_tokens = sum(map(len, self.shards))
-        self.permutations = {}
+        self.permutations, self.kept = {}, None
         expected = self.meta.get("tokens", {}).get(split, self.n_tokens)
         if self.n_tokens != expected:
             raise ConfigError(f"{folder} is not whole: {self.n_tokens:,} {split} tokens, and meta.json says {expected:,}")
@@ -350,6 +361,24 @@ class TokenShards:
         if not self.n_windows:
             raise ConfigError(f"the {split} shards of {folder} are too short for a window: {self.n_tokens:,} tokens in all, "
                               f"and block_size={block_size} takes {block_size + 1:,}")
+        leaves = [np.fromfile(path.with_suffix(".leaf"), np.int32) for path in self.paths if "clusters" in self.meta]
+        self.leaves = np.concatenate(leaves).astype(np.int64) if leaves else None
+        if leaves and len(self.leaves) != self.n_windows:
+            raise ConfigError(f"{folder} is not whole: {len(self.leaves):,} leaves for {self.n_windows:,} {split} sequences")
+
+    def keep(self, wanted):
+        """Go on with the windows where wanted (n_windows,) is true; None: all."""
+        if wanted is not None:
+            self.kept = np.flatnonzero(wanted)
+            self.n_windows = len(self.kept)
+            if not self.n_windows:
+                raise ConfigError(f"none of the sequences of {self.paths[0].parent} is wanted")
+
+    def context(self, windows) -> dict:
+        """What else a model may want to know of these windows: {"leaf": (B,) int64} where the text was clustered."""
+        import torch
+        windows = np.asarray(windows) if self.kept is None else self.kept[windows]
+        return {"leaf": torch.from_numpy(self.leaves[windows])} if self.leaves is not None else {}
 
     def shuffled(self, seed: int, rows) -> np.ndarray:
         """The windows of the global rows `rows` (a range): row r is place r mod n_windows in a permutation seeded by (seed, epoch)."""
@@ -366,6 +395,7 @@ class TokenShards:
         windows, T = np.asarray(windows), self.block_size
         if windows.min() < 0 or windows.max() >= self.n_windows:
             raise IndexError(f"windows {windows.min()} to {windows.max()} of {self.n_windows}")
+        windows = windows if self.kept is None else self.kept[windows]
         tokens, wanted = np.empty((len(windows), T + 1), np.int64), np.ones((len(windows), T), bool)
         shards = np.searchsorted(self.first, windows, side="right") - 1
         for row, (shard, window) in enumerate(zip(shards, windows)):
@@ -382,9 +412,9 @@ class TokenShards:
 # ------------------------------------------------------------------------------ sources
 
 def read_documents(c):
-    """Yields (split, or "" where the text's hash decides; prompt, or None; text or answer) of the corpus c.source."""
+    """Yields (split, or "" where the text's hash decides; prompt, or None; text or answer; topic or "") of the corpus c.source."""
     if c.source == "pydocs":
-        yield from (("", None, text) for text in read_pydocs(c.workers))
+        yield from (("", None, text, "") for text in read_pydocs(c.workers))
         return
     rows, kind = read_files(Path(c.source), c.text_field), None
     if c.source == "fineweb_edu":
@@ -398,7 +428,7 @@ def read_documents(c):
             raise ConfigError(f"{where}: a record with {keys} after records with {kind}; a corpus has one kind")
         *prompt, text = (row[key].encode(errors="replace").decode() for key in keys)       # a lone surrogate has no UTF-8
         if any(prompt) or text:
-            yield split, prompt[0] if prompt else None, text
+            yield split, prompt[0] if prompt else None, text, str(row.get(c.topic_field, ""))
 
 
 def _check_source(name):
@@ -548,11 +578,11 @@ _job = None      # (tokenizer, val_fraction, block_size, type of the tokens), wh
 
 
 def _tokenize(chunk):
-    """[(split, prompt, text)] -> [(split, bytes, [ids] or [ids, mask])]"""
+    """[(split, prompt, text, topic)] -> [(split, topic, bytes, [ids] or [ids, mask])]"""
     tok, fraction, block_size, dtype = _job
     done = []
-    prompts = tok.encode_batch([prompt or "" for _, prompt, _ in chunk])
-    for (split, prompt, text), before, after in zip(chunk, prompts, tok.encode_batch([text for _, _, text in chunk])):
+    prompts = tok.encode_batch([prompt or "" for _, prompt, _, _ in chunk])
+    for (split, prompt, text, topic), before, after in zip(chunk, prompts, tok.encode_batch([text for _, _, text, _ in chunk])):
         ids, mask = [tok.eot, *before, *after], [1] + [0] * len(before) + [1] * len(after)
         if block_size:
             padding = block_size + 1 - len(ids)
@@ -562,7 +592,7 @@ def _tokenize(chunk):
             ids, mask = ids + [tok.eot] * padding, mask + [1] + [0] * (padding - 1)
         arrays = [np.array(ids, dtype)] + [np.array(mask, np.uint8)] * (prompt is not None or block_size > 0)
         split = split or ("val" if _held_out(prompt, text, fraction) else "train")
-        done.append((split, len(((prompt or "") + text).encode()), arrays))
+        done.append((split, topic, len(((prompt or "") + text).encode()), arrays))
     return done
 
 
@@ -571,7 +601,7 @@ def _train_bpe(c, path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     def texts(left=c.bpe_chars):
-        for split, prompt, text in read_documents(c):
+        for split, prompt, text, _ in read_documents(c):
             if left > 0 and (split == "train" or not split and not _held_out(prompt, text, c.val_fraction)):
                 yield (prompt or "") + text
                 left -= len(text)
@@ -610,35 +640,139 @@ def _write(c, folder):
     if c.tokenizer != "bpe" and isinstance(tok, JSONTokenizer):
         shutil.copy(tok.path, folder / "tokenizer.json")
     lengths, known_bytes = _token_bytes(tok), 0
-    _job = tok, c.val_fraction, c.block_size, np.uint16 if tok.vocab_size <= 65536 else np.uint32
+    _job = tok, c.val_fraction, 0 if c.clusters else c.block_size, np.uint16 if tok.vocab_size <= 65536 else np.uint32
     counts = {count: {"train": 0, "val": 0} for count in ("documents", "bytes", "tokens")}
-    pending, tokens = {"train": [], "val": []}, counts["tokens"]
+    pending, topics, tokens = {"train": [], "val": []}, {"train": [], "val": []}, counts["tokens"]
     documents = read_documents(c)
     chunks = iter(lambda: list(itertools.islice(documents, 100)), [])
     with tqdm(unit=" documents", disable=None) as bar, contextlib.closing(_parallel(_tokenize, chunks, c.workers)) as done:
-        for split, n_bytes, arrays in itertools.chain.from_iterable(done):
+        for split, topic, n_bytes, arrays in itertools.chain.from_iterable(done):
             shards = tokens[split] // c.shard_tokens
             for count, n in zip(counts.values(), (1, n_bytes, len(arrays[0]))):
                 count[split] += n
             pending[split].append(arrays)
+            topics[split].append(topic)
             if tokens[split] // c.shard_tokens > shards:
                 _save_shard(folder, split, pending[split])
             known_bytes += int(lengths[arrays[0]].sum())
             bar.update()
             if 0 < c.max_tokens <= tokens["train"]:
                 break
-    state = hashlib.sha256()
     for split in pending:
         _save_shard(folder, split, pending[split])
-    for path in sorted([*folder.glob("*.bin"), *folder.glob("*.mask")]):
-        state.update(path.read_bytes())
     total = sum(counts["bytes"].values())
     if abs(total - known_bytes) <= total / 1000:                      # a tokenizer may normalise, or add a space, but not much
         np.save(folder / "token_bytes.npy", lengths)
     else:
         print(f"no bits per byte with this tokenizer: its tokens make {known_bytes:,} bytes, the text has {total:,}")
     window = {"block_size": c.block_size} if c.block_size else {}
+    if c.clusters:
+        window |= _cluster(c, folder, tok, topics, tokens)
+    state = hashlib.sha256()
+    for path in sorted(p for kind in ("bin", "mask", "leaf") for p in folder.glob(f"*.{kind}")):
+        state.update(path.read_bytes())
     return dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot, **window, **counts, data_id=state.hexdigest()[:8])
+
+
+def _windows(tokens, eot, window):
+    """(N, 3): start and end of the windows of at most `window` tokens that the documents are cut into, without eot, and the document's number;
+    and (N,) whether the document ends there."""
+    starts = np.flatnonzero(tokens == eot) + 1
+    ends = np.append(starts[1:] - 1, len(tokens))
+    counts = -(-(ends - starts) // window)
+    document = np.repeat(np.arange(len(starts)), counts)
+    place = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = starts[document] + place * window
+    return np.stack([begin, np.minimum(begin + window, ends[document]), document], 1), place == counts[document] - 1
+
+
+def _cluster(c, folder, tok, topics, n_tokens):
+    """Cuts the documents of the shards into windows, fits the tree to those of train, and packs the windows of each leaf into sequences of
+    block_size + 1 tokens: new shards, .mask, .leaf (int32, a leaf for each sequence), retriever.npz. Returns what goes into meta.json."""
+    import torch
+    from tqdm import tqdm
+    from model_hiermem import EMBEDDERS, Retriever, walk
+    if list(folder.glob("*.mask")):
+        raise ConfigError(f"clusters={c.clusters}: prompts and answers are not clustered, only texts")
+    pieces, rng = [tok.token_bytes(i) for i in range(tok.vocab_size)], np.random.default_rng(c.seed)
+    tokens = {split: np.concatenate([_open_shard(p) for p in sorted(folder.glob(f"{split}_*.bin"))]) for split in topics}
+    windows = {split: _windows(tokens[split], tok.eot, c.window) for split in topics}
+
+    def texts(split, chosen):
+        spans = windows[split][0][chosen, :2]
+        return [b"".join(map(pieces.__getitem__, tokens[split][a:b].tolist())).decode(errors="replace") for a, b in spans.tolist()]
+
+    try:
+        sample = np.sort(rng.permutation(len(windows["train"][0]))[:50_000])
+        embedder = EMBEDDERS[c.embedder].fit(texts("train", sample), c.embedder_path)
+        embeddings = {}
+        for split in topics:
+            parts = [range(n, min(n + 1024, len(windows[split][0]))) for n in range(0, len(windows[split][0]), 1024)]
+            embeddings[split] = torch.cat([embedder(texts(split, part)) for part in tqdm(parts, f"embedding {split}", disable=None)])
+        retriever = Retriever.fit(embeddings["train"], c.clusters, embedder, c.seed)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    paths = {split: torch.cat([walk(x, retriever.centroids) for x in embeddings[split].split(1024)]).numpy() for split in topics}
+    for path in folder.glob("*.bin"):
+        path.unlink()
+    length = c.block_size + 1
+    for split in topics:
+        spans, last = windows[split]
+        rows, masks, leaves = [], [], []
+        order = rng.permutation(len(spans))
+        order = order[np.argsort(paths[split][order, -1], kind="stable")]
+        for members in np.split(order, np.flatnonzero(np.diff(paths[split][order, -1])) + 1):
+            ids, mask = [], []
+            for n, ended in zip(members, np.concatenate([[False], last[members[:-1]]])):      # eot is predicted where a document ended
+                ids += [[tok.eot], tokens[split][spans[n, 0]:spans[n, 1]]]
+                mask += [[ended], np.ones(spans[n, 1] - spans[n, 0])]
+            size = sum(map(len, ids))
+            padding = -size % length
+            ids.append(np.full(padding, tok.eot))
+            mask.append(np.arange(padding) < last[members[-1]])
+            rows.append(np.concatenate(ids).reshape(-1, length))
+            masks.append(np.concatenate(mask).reshape(-1, length))
+            leaves += [paths[split][members[0], -1]] * len(rows[-1])
+        rows, masks, leaves = np.concatenate(rows).astype(tokens[split].dtype), np.concatenate(masks).astype(np.uint8), np.array(leaves, np.int32)
+        order = rng.permutation(len(rows))
+        for n, part in enumerate(np.split(order, range(max(1, c.shard_tokens // length), len(order), max(1, c.shard_tokens // length)))):
+            leaves[part].tofile(folder / f"{split}_{n:06d}.leaf")
+            _save_shard(folder, split, [[rows[part].ravel(), masks[part].ravel()]])
+        n_tokens[split] = rows.size
+    retriever.save(folder / "retriever.npz")
+    report = _tree_report(c, retriever, windows, topics, paths, texts, rng)
+    return dict(block_size=c.block_size, clusters=c.clusters, window=c.window, embedder=c.embedder, retriever=retriever.hash, tree=report)
+
+
+def _entropy(labels):
+    p = np.unique(labels, return_counts=True)[1] / len(labels)
+    return -(p * np.log(p)).sum()
+
+
+def _tree_report(c, retriever, windows, topics, paths, texts, rng):
+    """A line per level: tokens per node, normalised mutual information 2 I/(H1 + H2) of nodes and topics, and how often the first 10, 32, 128
+    words of a held-out window (of those that are longer) take the path of the whole window."""
+    spans, (split, chosen) = windows["train"][0], ("val", np.sort(rng.permutation(len(windows["val"][0]))[:1000]))
+    topic = np.unique(np.array(topics["train"])[spans[:, 2]], return_inverse=True)[1]
+    held_out, agreement = texts(split, chosen), {}
+    for n in (10, 32, 128):
+        longer = [i for i, text in enumerate(held_out) if len(text.split()) > n]
+        prefixes = retriever.path([" ".join(held_out[i].split()[:n]) for i in longer]).numpy() if longer else np.empty((0, len(retriever.centroids)))
+        agreement[n] = prefixes == paths[split][chosen[longer]] if longer else prefixes
+    report = []
+    for level, centroids in enumerate(retriever.centroids):
+        node = paths["train"][:, level]
+        sizes = np.bincount(node, weights=spans[:, 1] - spans[:, 0], minlength=len(centroids))
+        h_node, h_topic, h_both = _entropy(node), _entropy(topic), _entropy(node * (topic.max() + 1) + topic)
+        nmi = 2 * (h_node + h_topic - h_both) / max(h_node + h_topic, 1e-12) if topic.max() else None
+        agrees = {str(n): round(float(a[:, level].mean()), 4) if len(a) else None for n, a in agreement.items()}
+        report.append(dict(level=level + 1, nodes=len(centroids), tokens=[int(sizes.min()), int(np.median(sizes)), int(sizes.max())],
+                           nmi=nmi if nmi is None else round(float(nmi), 4), agreement=agrees))
+        print(f"level {level + 1}: {len(centroids):,} nodes of {int(sizes.min()):,} to {int(sizes.max()):,} tokens, "
+              f"median {int(np.median(sizes)):,}; "
+              + (f"NMI with topics {nmi:.3f}; " if topic.max() else "")
+              + "same node from the first " + ", ".join(f"{n} words {a:.0%}" for n, a in agrees.items() if a is not None))
+    return report
 
 
 def _build(c, folder, asked):
@@ -689,9 +823,12 @@ def prepare(**settings) -> str:
         raise ConfigError(f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has a vocabulary of its own")
     if c.vocab_size == -1:
         c.vocab_size = 4096 if c.source == "pydocs" else 65536
-    if c.vocab_size < 257 or c.block_size < 0 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
+    c.block_size = 256 if c.clusters and not c.block_size else c.block_size
+    if c.clusters and (not re.fullmatch(r"\d+(,\d+)*", c.clusters) or min(map(int, c.clusters.split(","))) < 2) or c.embedder not in ("hash", "minilm"):
+        raise ConfigError(f"clusters={c.clusters}, embedder={c.embedder}: clusters are the factors of a tree, 8,8, and embedder is hash or minilm")
+    if min(c.window, c.vocab_size - 256, c.block_size + 1) < 1 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
         raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, block_size={c.block_size} 0 or more, "
-                          f"shard_tokens={c.shard_tokens} 1 to 2^30, val_fraction={c.val_fraction} between 0 and 1 (or -1)")
+                          f"window={c.window} 1 or more, shard_tokens={c.shard_tokens} 1 to 2^30, val_fraction={c.val_fraction} between 0 and 1 (or -1)")
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
     asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
     try:
@@ -709,13 +846,13 @@ def prepare(**settings) -> str:
 
 def _finished(folder, asked, overwrite):
     """Whether the folder has what is asked for; an error if it has anything that must not be overwritten."""
-    ours = r"(train|val)_\d{6}\.(bin|mask)|meta\.json|tokenizer\.json|token_bytes\.npy"
+    ours = r"(train|val)_\d{6}\.(bin|mask|leaf)|meta\.json|tokenizer\.json|token_bytes\.npy|retriever\.npz"
     names = [path.name for path in folder.iterdir()]
     if foreign := [name for name in names if not re.fullmatch(ours, name)]:
         raise ConfigError(f"{folder} holds {foreign[0]}, which this program did not write: choose another --out=")
     if overwrite or not names:
         return False
-    settings = {"block_size": 0} | load_meta(folder).get("settings", {})       # older folders do not say it
+    settings = _defaults | load_meta(folder).get("settings", {})               # older folders do not say all
     if other := [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]:
         raise ConfigError(f"{folder} was prepared with {', '.join(other)}: --overwrite=True prepares it anew, --out= elsewhere")
     return True

@@ -42,6 +42,9 @@ device = ""             # cuda | cuda:1 | mps | cpu; empty: the accelerator if t
 dtype = ""              # float32 | bfloat16, by autocast; empty: bfloat16 on a GPU that has it
 bench = False           # time prefill and decoding
 inspect = False         # heat maps of what the model's inspect() returns, into the checkpoint's folder
+leaf = ""               # of a model with hierarchical memories: generic | none | a leaf's number; empty: the path of the prompt
+block = ""              # its nodes that may not be entered: "level:node,..." or "best:level", the one that the prompt would take
+embedder_path = ""      # folder of its embedder, where that is not installed
 words = ""              # words of the prompt, by commas; empty: its last. Without a prompt: words of experiments/words.json
 _defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, float, str))}
 # -----------------------------------------------------------------------------
@@ -140,11 +143,11 @@ def plot_losses(log, png, title):
 
 
 @torch.inference_mode()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eot=None, generator=None, cached=True):
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eot=None, generator=None, cached=True, **context):
     """
     idx (B, T) int64, 1 <= T <= block_size -> yields the next token of every row, (B,) int64, max_new_tokens times; with `eot` only until
     every row has had it. When the context is full, its last half is read again and opens a new one. A model without new_cache() reads
-    the whole context for every token, and so does any with cached=False. ConfigError for a prompt or a setting out of range.
+    the whole context for every token, and so does any with cached=False. context: what else the model wants to know. ConfigError for a prompt or a setting out of range.
     """
     check_length(model, idx.size(1))
     if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1:
@@ -157,9 +160,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
             cache, start = None, idx.size(1) - max(1, block_size // 2)
         if cached and hasattr(model, "new_cache"):
             cache = cache or model.new_cache(len(idx), room)
-            logits, _ = model(idx[:, start + cache.pos:], cache=cache)
+            logits, _ = model(idx[:, start + cache.pos:], cache=cache, **context)
         else:
-            logits, _ = model(idx[:, start:])
+            logits, _ = model(idx[:, start:], **context)
         token = choose(logits[:, -1].float(), temperature, top_k, top_p, generator)
         yield token
         idx = torch.cat((idx, token[:, None]), 1)
@@ -178,8 +181,9 @@ def text_pieces(tok, ids):
 
 
 @torch.inference_mode()
-def score(model, prompts, answers, batch_size=16):
-    """Two lists of lists of token ids -> (N,) float32: the log-probability (nats) of each answer after its prompt, summed over its tokens."""
+def score(model, prompts, answers, batch_size=16, **context):
+    """Two lists of lists of token ids -> (N,) float32: the log-probability (nats) of each answer after its prompt, summed over its tokens.
+    context: what else the model wants to know, tensors with a row for each prompt."""
     device, sums = next(model.parameters()).device, []
     for first in range(0, len(prompts), batch_size):
         pairs = list(zip(prompts[first:first + batch_size], answers[first:first + batch_size]))
@@ -190,7 +194,8 @@ def score(model, prompts, answers, batch_size=16):
         for row, (p, a) in enumerate(pairs):
             idx[row, :len(p) + len(a) - 1] = torch.tensor((p + a)[:-1])
             targets[row, len(p) - 1:len(p) + len(a) - 1] = torch.tensor(a)
-        logits, _ = model(idx.to(device))                              # (B, T, vocab)
+        rows = {k: v[first:first + batch_size].to(device) for k, v in context.items()}
+        logits, _ = model(idx.to(device), **rows)                      # (B, T, vocab)
         nats = F.cross_entropy(logits.transpose(1, 2).float(), targets.to(device), ignore_index=-1, reduction="none")
         sums.append(-nats.sum(1).cpu())
     return torch.cat(sums)
@@ -344,11 +349,11 @@ def inspect_word(model, tok, word, folder):
 
 # ----------------------------------------------------------------------------- the command
 
-def write_samples(model, tok, text, c):
+def write_samples(model, tok, text, c, context):
     idx = torch.tensor([[tok.eot] + tok.encode(text)], device=c.device)
     generator = torch.Generator(c.device).manual_seed(c.seed)
     for n in range(c.num_samples):
-        tokens = generate(model, idx, c.max_new_tokens, c.temperature, c.top_k, c.top_p, generator=generator)
+        tokens = generate(model, idx, c.max_new_tokens, c.temperature, c.top_k, c.top_p, generator=generator, **context)
         ids = takewhile(lambda i: i != tok.eot or not c.stop_at_eot, (token.item() for token in tokens))
         print("---------------\n" * (n > 0) + text, end="", flush=True)
         for piece in text_pieces(tok, ids):
@@ -380,6 +385,16 @@ def main(argv):
     print(f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}, {c.device} {'bfloat16' if half else 'float32'}", file=sys.stderr)
     text = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n") if c.prompt == "-" else c.prompt
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    context = {}
+    if hasattr(model, "prompt_context"):
+        try:
+            context, note = model.prompt_context(text, (folder, ckpt["data"]["folder"]), c.leaf, c.block, c.embedder_path)
+        except ValueError as e:
+            raise ConfigError(str(e)) from None
+        context = {k: v.to(c.device) if torch.is_tensor(v) else v for k, v in context.items()}
+        print(note, file=sys.stderr)
+    elif c.leaf or c.block:
+        raise ConfigError(f"leaf={c.leaf}, block={c.block}: model_{ckpt['config']['model']}.py has no memories to choose from")
     with torch.autocast(kind, torch.bfloat16, enabled=half):
         if c.bench:
             run_bench(model, c.device)
@@ -391,7 +406,7 @@ def main(argv):
             for word in c.words.split(","):
                 inspect_word(model, tok, word, folder)
         else:
-            write_samples(model, tok, text, c)
+            write_samples(model, tok, text, c, context)
 
 
 if __name__ == "__main__":

@@ -1174,6 +1174,9 @@ VARIANTS = {                                                   # every model fil
                  dict(memory="ultramem", n_keys=12, top_m=4, mem_layers="all", pre_value_dim=4, share="noring:2"), dict(memory="pkm", n_keys=12, top_m=4),
                  dict(memory="memory+", n_keys=12, top_m=4, sparse_memory=True), dict(memory="peer", n_keys=12, heads=1, top_m=2), dict(memory="moe", n_keys=6, top_m=2)],
 }
+VARIANTS["hiermem"] = [
+    dict(), dict(memory="none", norm="layer"), dict(memory="lora_qk"), dict(memory="lora_vo", eot=7), dict(memory="lora_ffn", tied=False), dict(memory="kv", eot=7),
+    dict(clusters="2,3,2", ranks="0,5,4", layers="late", sparse_memory=False), dict(n_kv_head=1, head_dim=8, qkv_bias=True, qk_norm=False, rope_scaling="8:1:4:8")]
 CASES = [pytest.param(name, switches, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in switches.items()) or 'default'}")
          for name, rows in VARIANTS.items() for switches in rows]
 SIZE = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=61, block_size=16)
@@ -1191,6 +1194,15 @@ def make(name="move", dtype=torch.float32, randomize=True, seed=0, **switches):
     return model.to(dtype)
 
 
+def optimizers_of(model, lr=1e-2):
+    """What train.py would take for the model's groups."""
+    kinds = {"adamw": [], "sparse": [], "rows": []}
+    for group in model.param_groups("adamw", lr, 0.0):
+        kinds[group["kind"]] += group["params"]
+    makers = {"adamw": torch.optim.AdamW, "sparse": kernels.LazyAdam, "rows": kernels.RowAdamW}
+    return [makers[kind](params, lr=lr) for kind, params in kinds.items() if params]
+
+
 def some_tokens(B=2, T=12, vocab=61, seed=0):
     return torch.randint(0, vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
@@ -1203,9 +1215,7 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
     groups = model.param_groups("adamw", 1e-2, 0.0)
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "a parameter is in two groups"
-    sparse = [p for g in groups if g["kind"] == "sparse" for p in g["params"]]
-    optimizers = [torch.optim.AdamW([p for p in model.parameters() if not any(p is q for q in sparse)], lr=1e-2)]
-    optimizers += [kernels.LazyAdam(sparse, lr=1e-2)] if sparse else []
+    optimizers = optimizers_of(model)
     for step in range(20):
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         first = first if first is not None else loss.item()
@@ -1213,7 +1223,8 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
         for o in optimizers:
             o.step()
             o.zero_grad()
-    assert first == pytest.approx(math.log(61), abs=0.35) and loss.item() < 0.7 * first
+    expected = math.log(61) + (0.5 if name == "hiermem" else 0)                     # OpenLM's logits have variance 1 at first
+    assert first == pytest.approx(expected, abs=0.35) and loss.item() < 0.7 * first
     still = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
     assert not still, f"never updated: {still}"
 
@@ -1251,7 +1262,7 @@ def test_loss_is_the_mean_over_targets_and_chunks_do_not_matter(name, switches):
     logp = F.log_softmax(model(x)[0], -1)
     want = -logp[y >= 0].gather(1, y[y >= 0][:, None]).mean()
     torch.testing.assert_close(loss.double(), want.double(), atol=1e-6, rtol=1e-6)
-    dense = [p for n, p in model.named_parameters() if not (switches.get("sparse_memory") and n.endswith("table"))]
+    dense = [p for n, p in model.named_parameters() if not (getattr(model.config, "sparse_memory", False) and n.endswith("table"))]
     whole = torch.autograd.grad(loss, dense)
     hidden = lambda at_once: functools.partial(type(model).loss, model, at_once=at_once)
     model.loss = hidden(61 * 5)                                # chunks of five tokens
@@ -1289,13 +1300,13 @@ def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
     model = module.Model(module.Config.from_depth(2, vocab_size=61, block_size=16))
     model.init_weights()
     idx = some_tokens(2, 13)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses, optimizers = [], optimizers_of(model)
     for _ in range(3):
         losses.append(model(idx[:, :-1], idx[:, 1:])[1])
         losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
     assert losses[-1] < losses[0]
 
 
@@ -2668,6 +2679,356 @@ def test_midus_sft_on_instructions(midus_run, text_folder, tmp_path, monkeypatch
     flags = ["--model=midus", *TINY, f"--dataset={tmp_path / 'sft'}", "--max_iters=3", f"--out_dir={tmp_path / 'run'}"]
     train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n=8")
     assert log_of(tmp_path / "run")[1] > 0 and sample.load_model(tmp_path / "run", "cpu")[0].inserted[0].memory.V_h is not None
+
+
+# ================================================================ model_hiermem.py: hierarchical memories
+import model_hiermem
+from model_hiermem import Retriever, walk
+
+KINDS = ("ffn", "lora_qk", "lora_vo", "lora_ffn", "kv")
+TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
+
+
+@pytest.mark.parametrize("preset, total, fetched, bank", [
+    ("openlm_160m", 163_510_016, 18_063_360, 4_624_220_160), ("openlm_410m", 411_665_408, 49_545_216, 12_683_575_296), ("openlm_1b", 1_439_893_504, 153_354_240, None)])
+def test_hiermem_parameter_counts(preset, total, fetched, bank):
+    fields = model_hiermem.PRESETS[preset]
+    with torch.device("meta"):
+        anchor, model = (model_hiermem.Model(model_hiermem.Config(**{**fields, **more})) for more in (dict(memory="none"), dict()))
+    counts = model.param_counts()
+    assert anchor.param_counts()["total"] == total == counts["total"] - counts["memory"] - counts["generic"]
+    assert counts["generic"] == fetched and bank in (None, counts["memory"])
+    assert model.param_counts()["active"] == anchor.param_counts()["active"] + fetched
+
+
+@pytest.mark.parametrize("layers, total, ranks, fetched, bank", [
+    (12, 257_475_584, "3840,336,6,0", 154_165_248, 6_341_787_648), (17, 321_721_344, "1445,256,8,0", 89_250_816, 6_341_246_976),
+    (19, 347_419_648, "870,226,9,0", 64_496_640, 6_341_099_520), (21, 373_117_952, "384,200,10,0", 38_320_128, 6_341_787_648),
+    (22, 385_967_104, "264,94,16,0", 25_276_416, 6_341_001_216)])
+def test_hiermem_table_8(layers, total, ranks, fetched, bank):
+    with torch.device("meta"):
+        counts = model_hiermem.Model(model_hiermem.Config(**{**model_hiermem.PRESETS["openlm_410m"], "n_layer": layers, "ranks": ranks})).param_counts()
+    assert (counts["total"] - counts["memory"] - counts["generic"], counts["generic"], counts["memory"]) == (total, fetched, bank)
+
+
+def test_hiermem_block_sizes_of_every_kind_and_table_9():
+    config = lambda **fields: model_hiermem.Config(**{**model_hiermem.PRESETS["openlm_160m"], "ranks": "0,64,0,0", **fields})
+    r, L, d, width, d_f = 64, 35, 512, 12 * 32, 2048
+    for kind, size in dict(ffn=3 * d, lora_qk=2 * (d + width), lora_vo=2 * (d + width), lora_ffn=3 * (d + d_f), kv=2 * width).items():
+        assert config(memory=kind).level_sizes == (0, r * L * size, 0, 0)
+    places = {name: config(layers=name) for name in ("all", "early", "middle", "late")}
+    assert len({c.level_sizes for c in places.values()}) == 1 and places["late"].level_ranks == (0, 224, 0, 0)
+    assert [list(c.memory_layers)[::9] for c in places.values()][1:] == [[0, 9], [12, 21], [25, 34]]
+    small = model_hiermem.Config(vocab_size=4096, n_layer=7, n_embd=128, n_head=4)         # the CPU experiments' anchor
+    with torch.device("meta"):
+        counts = model_hiermem.Model(small).param_counts()
+    assert counts["total"] - counts["memory"] - counts["generic"] == 2_363_008 and counts["memory"] == 7 * 3 * 128 * (8 * 64 + 64 * 24)
+
+
+@pytest.mark.parametrize("memory", KINDS)
+def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(memory):
+    model, idx = make("hiermem", randomize=False, memory=memory, **TREE), some_tokens(4)
+    leaf = torch.tensor([0, 3, -1, 5])
+    assert torch.equal(model(idx, leaf=leaf)[0], model(idx, leaf=None)[0]), "bit for bit the anchor"
+    with torch.no_grad():
+        model.bank["1"].table[1] += 0.3                        # leaves 2 and 3
+        model.bank["2"].table[-1] += 0.3                       # generic
+    moved = (model(idx, leaf=leaf)[0] - model(idx, leaf=None)[0]).abs().amax((1, 2)) > 1e-4
+    assert moved.tolist() == [False, True, True, False]
+
+
+def slow_hiermem(model, idx, leaf):
+    """One sequence, its path's memories applied as Appendix I's figures have them: weights patched, channels and keys concatenated."""
+    c, d, H, d_h = model.config, model.config.n_embd, model.config.n_head, model.config.head_dim
+    blocks = [[] for _ in range(c.n_layer)]
+    for level, n in enumerate(c.nodes, 1):
+        table = model.bank[str(level)].table
+        row = (table[-1] if leaf == -1 else table[leaf // (c.nodes[-1] // n)]).view(c.n_layer, c.level_ranks[level - 1], -1)
+        for layer in range(c.n_layer):
+            blocks[layer].append(row[layer])
+    norm = lambda m, x: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * m.weight
+    angle = torch.arange(len(idx), dtype=torch.double)[:, None] * 1e5 ** (-torch.arange(0, d_h, 2) / d_h)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    rotate = lambda x: torch.cat(torch.view_as_real(torch.complex(*x.chunk(2, -1)) * turn).unbind(-1), -1)
+    x = model.embed.weight[idx]
+    for block, parts in zip(model.blocks, blocks):
+        M = torch.cat(parts)                                   # (R, width)
+        W = {name: getattr(block.attn, f"W_{name.upper()}").weight for name in "qkvo"} | {n: getattr(block.mlp, n).weight for n in ("gate", "up", "down")}
+        names = {"lora_qk": "q k", "lora_vo": "v o", "lora_ffn": "gate up down"}.get(c.memory, "").split()
+        at = 0
+        for name in names:
+            out, inner = W[name].shape
+            A, B = M[:, at:at + inner], M[:, at + inner:at + inner + out].T
+            W[name], at = W[name] + 2 * B @ A, at + inner + out
+        h = norm(block.attn_norm, x)
+        q, k, v = norm(block.attn.q_norm, h @ W["q"].T).view(-1, H, d_h), norm(block.attn.k_norm, h @ W["k"].T).view(-1, H, d_h), (h @ W["v"].T).view(-1, H, d_h)
+        document = (idx == c.eot).cumsum(0)
+        scores = torch.einsum("thd,shd->hts", rotate(q), rotate(k)) / d_h ** 0.5
+        allowed = torch.ones_like(scores[0]).tril().bool() & (document[:, None] == document)
+        y = torch.einsum("hts,shd->thd", scores.masked_fill(~allowed, -math.inf).softmax(-1), v)
+        if c.memory == "kv":
+            keys, values = (t.view(-1, H, d_h) for t in M.chunk(2, 1))
+            y = y + torch.einsum("htr,rhd->thd", (torch.einsum("thd,rhd->htr", q, keys) / d_h ** 0.5).softmax(-1), values)
+        x = x + y.flatten(1) @ W["o"].T
+        h = norm(block.mlp_norm, x)
+        gate, up, down = W["gate"], W["up"], W["down"]
+        if c.memory == "ffn":                                  # Figure 18: a wider FFN
+            M1, M2, M3 = M.split(d, 1)
+            gate, up, down = torch.cat((gate, M1)), torch.cat((up, M2)), torch.cat((down, M3.T), 1)
+        x = x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
+    return norm(model.norm, x) @ model.embed.weight.T
+
+
+@pytest.mark.parametrize("memory", KINDS)
+def test_hiermem_equals_appendix_i_one_sequence_at_a_time_in_values_and_gradients(memory):
+    model = make("hiermem", torch.float64, memory=memory, eot=7, sparse_memory=False, **TREE)
+    idx, leaf = some_tokens(5, 9), torch.tensor([3, -1, 3, 2, 0])                            # shared leaves, shared parents
+    idx[:, 0], idx[1, 4] = 7, 7
+    ours, slow = model(idx, leaf=leaf)[0], torch.stack([slow_hiermem(model, row, int(l)) for row, l in zip(idx, leaf)])
+    torch.testing.assert_close(ours, slow.float(), atol=2e-4, rtol=2e-4)
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
+    params = list(model.parameters())
+    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), params) for y in (ours, slow))):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_hiermem_attention_stays_inside_a_document():
+    model, idx = make("hiermem", eot=7, **TREE), some_tokens(1, 12)
+    idx[idx == 7] = 8
+    idx[0, 0] = idx[0, 6] = 7
+    logits, alone = model(idx)[0], model(idx[:, 6:])[0]
+    torch.testing.assert_close(logits[:, 6:].softmax(-1), alone.softmax(-1), atol=1e-4, rtol=1e-4)      # RoPE is relative
+    assert not torch.allclose(make("hiermem", eot=-1, **TREE)(idx)[0][:, 7:], logits[:, 7:], atol=1e-2)
+
+
+def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
+    grads = []
+    for sparse in (True, False):
+        model, idx, leaf = make("hiermem", sparse_memory=sparse, **TREE), some_tokens(4, 13), torch.tensor([4, -1, 4, 1])
+        for p in model.bank.parameters():
+            kernels.keep_coalesced(p)
+        for half in (slice(0, 2), slice(2, 4)):                # two micro-batches
+            model(idx[half, :-1], idx[half, 1:], leaf=leaf[half])[1].backward()
+        grads.append([level.table.grad for level in model.bank.values()])
+    assert [g._indices().tolist() for g in grads[0]] == [[[0, 2, 3]], [[1, 4, 6]]], "nodes on the paths, and the generic row"
+    for sparse, dense in zip(*grads):
+        assert sparse.is_coalesced()
+        torch.testing.assert_close(sparse.to_dense(), dense)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (5, 2, 3)])
+def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(shape):
+    g = torch.Generator().manual_seed(0)
+    start, settings = torch.randn(shape, generator=g), dict(lr=0.1, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.3)
+    table, alone = torch.nn.Parameter(start.clone()), [torch.nn.Parameter(row.clone()) for row in start]
+    ours, theirs = kernels.RowAdamW([dict(params=[table], lr=0.1, weight_decay=0.3)], betas=(0.8, 0.95), eps=1e-3), [torch.optim.AdamW([row], **settings) for row in alone]
+    for n in range(7):
+        rows = torch.randperm(shape[0] - 1, generator=g)[:1 + n % 3].sort()[0]                # the last row is never touched
+        values = torch.randn(len(rows), *shape[1:], generator=g)
+        table.grad = torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)
+        for row, value in zip(rows, values):
+            alone[row].grad = value
+            theirs[row].step()
+        ours.step()
+        if n == 3:                                             # a checkpoint in between
+            again = kernels.RowAdamW([dict(params=[table], lr=0.1, weight_decay=0.3)], betas=(0.8, 0.95), eps=1e-3)
+            again.load_state_dict(ours.state_dict())
+            ours = again
+    torch.testing.assert_close(table.detach(), torch.stack([row.detach() for row in alone]), atol=1e-5, rtol=1e-5)
+    assert torch.equal(table[-1], start[-1]) and not torch.equal(table[0], start[0])
+
+
+TOPICS = ("river boat water fish shore", "engine piston fuel wheel brake", "violin chord melody sonata tempo", "enzyme protein cell membrane acid")
+
+
+def topic_texts(n=48, words=60):
+    rng = random.Random(0)
+    return [{"text": f"{i} " + " ".join(rng.choice(TOPICS[i % 4].split() + "the a of and".split()) for _ in range(words + i)), "topic": str(i % 4)} for i in range(n)]
+
+
+CLUSTERED = dict(tokenizer="bytes", clusters="2,2", window=64, block_size=32, workers=1)
+
+
+@pytest.fixture(scope="module")
+def clustered(tmp_path_factory):
+    """A data folder of four topics under a tree 2,2, in sequences of 32 tokens of context; windows of 64."""
+    folder = tmp_path_factory.mktemp("clustered")
+    for name, texts in dict(train=topic_texts()[8:], val=topic_texts()[:8]).items():
+        write_jsonl(folder / "source" / f"{name}.jsonl", texts)
+    return Path(prepare(source=folder / "source", out=folder / "data", **CLUSTERED))
+
+
+def test_hiermem_clusters_sequences_hold_windows_of_one_leaf_each_token_once(clustered, capsys):
+    meta, retriever = load_meta(clustered), Retriever.load(clustered / "retriever.npz")
+    assert meta["clusters"] == "2,2" and meta["retriever"] == retriever.hash and meta["block_size"] == 32
+    for split, texts in dict(train=topic_texts()[8:], val=topic_texts()[:8]).items():
+        data, windows = TokenShards(clustered, split, 32), []
+        leaf = data.context(range(data.n_windows))["leaf"]
+        x, y = data.batch(range(data.n_windows))
+        tokens = torch.cat((x, torch.from_numpy(np.stack([data.shards[0][i * 33 + 32] for i in range(data.n_windows)]))[:, None].long()), 1)
+        assert x.shape[0] * 33 == data.n_tokens == meta["tokens"][split] and set(leaf.tolist()) <= {0, 1, 2, 3}
+        want = sorted(text["text"].encode()[i:i + 64].decode() for text in texts for i in range(0, len(text["text"]), 64))
+        got = b"|".join(bytes(t if t < 256 else 124 for t in row.tolist()) for row in tokens).decode().replace("|", "")
+        assert sorted(got) == sorted("".join(want)), "every character once"
+        cut = [text["text"][i:i + 64] for text in texts for i in range(0, len(text["text"]), 64)]
+        leaf_of = dict(zip(cut, retriever.path(cut)[:, -1].tolist()))
+        for row, l in zip(tokens.tolist(), leaf.tolist()):
+            for piece in bytes(t if t < 256 else 124 for t in row).decode().split("|"):
+                assert l in {leaf_of[window] for window in cut if piece in window}, "a sequence's leaf is that of its windows"
+        assert (y[x == 256] >= 0).any() and (y == -1).any()
+    paths = retriever.path([text["text"] for text in topic_texts()])
+    assert len({tuple(path.tolist()) for path in paths}) == 4 and all(len(set(paths[i::4, 1].tolist())) == 1 for i in range(4)), "a topic is a leaf"
+    assert meta["tree"][1]["nmi"] > 0.95 and meta["tree"][1]["agreement"]["10"] > 0.8 and len(meta["tree"]) == 2
+    again = prepare(source=clustered.parent / "source", out=clustered.parent / "again", **CLUSTERED)
+    assert load_meta(again)["data_id"] == meta["data_id"] and load_meta(again)["retriever"] == retriever.hash, "the seed decides"
+
+
+def test_hiermem_k_means_is_balanced_reproducible_and_small_nodes_are_refused():
+    g = lambda seed: torch.Generator().manual_seed(seed)
+    crowd = torch.cat((torch.zeros(90, 2), torch.ones(10, 2)))                               # 90 are more than 1.5/2 of 100: 45 of them go to the
+    sums = lambda limit: sorted(model_hiermem.k_means(crowd, 2, g(0), steps=1, limit=limit).sum(1).tolist())
+    assert sums(1.5) == pytest.approx([0.0, 20 / 55]) and sums(2.0) == [0.0, 2.0]             # other cluster, whose mean is not normalised again
+    x = F.normalize(torch.randn(400, 6, generator=g(0)), dim=1)
+    assert torch.equal(model_hiermem.k_means(x, 5, g(3)), model_hiermem.k_means(x, 5, g(3)))
+    assert not torch.equal(model_hiermem.k_means(x, 5, g(3)), model_hiermem.k_means(x, 5, g(4)))
+    assert torch.bincount(walk(x, [model_hiermem.k_means(x, 5, g(3))])[:, 0]).max() < 160
+    with pytest.raises(ValueError, match="clusters=4,8,8: at level 3 a node has .* needs 32"):
+        Retriever.fit(x, "4,8,8", model_hiermem.HashEmbedder({}))
+
+
+def test_hiermem_walk_is_greedy_and_blocked_nodes_are_bypassed():
+    g = torch.Generator().manual_seed(0)
+    x, centroids = torch.randn(50, 5, generator=g), [torch.randn(n, 5, generator=g) for n in (3, 6, 24)]
+    for row, path in zip(x, walk(x, centroids).tolist()):
+        node = 0
+        for c, k, got in zip(centroids, (3, 2, 4), path):
+            node = min(range(node * k, node * k + k), key=lambda n: float((row - c[n]).norm()))
+            assert node == got
+    best = walk(x[:1], centroids)[0].tolist()
+    other = walk(x[:1], centroids, [(2, best[1])])[0].tolist()
+    assert other[0] == best[0] and other[1] == best[1] ^ 1 and other[2] // 4 == other[1]
+    with pytest.raises(ValueError, match="every node of level 1"):
+        walk(x, centroids, [(1, 0), (1, 1), (1, 2)])
+
+
+HIER = ["--model=hiermem", "--depth=1", "--batch_tokens=128", "--batch_size=2", "--eval_tokens=256", "--log_interval=1", "--sample_tokens=0", "--clusters=2,2", "--ranks=4,2"]
+
+
+@pytest.fixture(scope="module")
+def hier_runs(clustered, tmp_path_factory):
+    """An anchor (A1), memories on it while it is frozen (A3), as one job and as the jobs of its subtrees."""
+    out = tmp_path_factory.mktemp("hier")
+    train(*HIER, f"--dataset={clustered}", "--dense=True", f"--out_dir={out / 'anchor'}", "--max_iters=12")
+    rest = [f"--dataset={clustered}", f"--init_from={out / 'anchor'}", "--memory=ffn", "--frozen=True", "--ranks=4,2", *HIER[0:1], *HIER[2:7], "--learning_rate=0.01"]
+    train(*rest, f"--out_dir={out / 'all'}", "--max_iters=24")
+    for job in ("0", "1", "generic"):
+        train(*rest, f"--out_dir={out / job}", "--max_iters=8", f"--subtree={job}")
+    return out
+
+
+def weights(folder):
+    return torch.load(folder / "ckpt.pt", weights_only=True)
+
+
+def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
+    anchor, ckpt = weights(hier_runs / "anchor")["model"], weights(hier_runs / "all")
+    assert all(torch.equal(t, ckpt["model"][k]) for k, t in anchor.items()) and ckpt["model_config"]["retriever"]
+    assert log_of(hier_runs / "all", "val_loss")[0] == pytest.approx(log_of(hier_runs / "anchor", "val_loss")[12], abs=1e-5), "the identity at step 0"
+    assert log_of(hier_runs / "all", "val_loss")[24] < log_of(hier_runs / "all", "val_loss")[0] - 0.05
+    state = ckpt["optimizers"][-1]["state"]
+    assert state[0]["steps"].shape == (3,) and 0 < state[0]["steps"][-1] < 24, "the generic block, in a third of the sequences"
+
+
+def test_hiermem_co_training_resumes_exactly_and_draws_by_row(clustered, hier_runs, tmp_path):
+    flags = [*HIER[:1], *HIER[2:7], "--ranks=4,2", f"--dataset={clustered}", f"--init_from={hier_runs / 'anchor'}", "--memory=ffn", "--learning_rate=1e-3", "--max_iters=6", "--eval_interval=3"]
+    train(*flags, f"--out_dir={tmp_path / 'whole'}")
+    moved = weights(tmp_path / "whole")["model"]
+    assert not torch.equal(moved["embed.weight"], weights(hier_runs / "anchor")["model"]["embed.weight"])
+    train(*[f for f in flags if "batch_size" not in f], "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
+    assert log_of(tmp_path / "large") == pytest.approx(log_of(tmp_path / "whole"), abs=1e-5), "micro-batches do not matter"
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        shuffled = TokenShards.shuffled
+        patch.setattr(TokenShards, "shuffled", lambda self, seed, rows: (calls.append(rows), len(calls) == 3 and signal.raise_signal(signal.SIGINT), shuffled(self, seed, rows))[2])
+        train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
+    train(f"--dataset={clustered}", "--model=hiermem", f"--out_dir={tmp_path / 'part'}", "--init_from=resume")
+    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole")
+    model = make("hiermem", **TREE)
+    rows, leaf = range(4000), torch.zeros(4000, dtype=torch.long)
+    drawn = model.training_context({"leaf": leaf}, 7, rows)["leaf"] == -1
+    assert drawn.float().mean() == pytest.approx(1 / 4, abs=0.03), "1/(k_1 + 1)"
+    assert torch.equal(drawn[100:200], model.training_context({"leaf": leaf[:100]}, 7, range(100, 200))["leaf"] == -1)
+    assert not torch.equal(drawn, model.training_context({"leaf": leaf}, 8, rows)["leaf"] == -1)
+
+
+def test_hiermem_subtree_jobs_touch_their_own_blocks_and_merge(hier_runs):
+    jobs = {name: weights(hier_runs / name)["model"] for name in ("0", "1", "generic")}
+    model_hiermem.merge([hier_runs / name for name in jobs], hier_runs / "merged")
+    merged, start = weights(hier_runs / "merged"), jobs["generic"]
+    for key, rows in {"bank.1.table": {"0": [0], "1": [1], "generic": [2]}, "bank.2.table": {"0": [0, 1], "1": [2, 3], "generic": [4]}}.items():
+        for job, own in rows.items():
+            moved = {r for r in range(len(start[key])) if not torch.equal(jobs[job][key][r], jobs["0" if job != "0" else "1"][key][r])}
+            assert set(own) <= moved and torch.equal(merged["model"][key][own], jobs[job][key][own])
+            assert not set(own) & {r for other in jobs if other != job for r in rows[other]}
+    state = merged["optimizers"][-1]["state"]
+    assert (state[0]["steps"] == 8).all() and merged["model_config"]["subtree"] == ""
+    for folders, message in ((("0", "1"), "missing: generic"), (("0", "0", "1", "generic"), "second job of subtree 0"), (("all", "1"), "was not trained with --subtree=")):
+        with pytest.raises(ValueError, match=message):
+            model_hiermem.merge([hier_runs / name for name in folders], hier_runs / "wrong")
+
+
+def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_path):
+    out = hier_runs / "all"
+    say = lambda *flags: (run_sample(f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=5", "--temperature=0", "--prompt=violin chord melody", *flags), capsys.readouterr())[1]
+    path = [int(n) for n in re.search(r"path (\d) > (\d): fetched 1,152 of the bank's 3,072", say().err).groups()]
+    assert path == Retriever.load(out / "retriever.npz").path(["violin chord melody"])[0].tolist()
+    assert f"path {path[0]} > {path[1] ^ 1}:" in say("--block=best:2").err and f"path {path[0] ^ 1} > " in say(f"--block=1:{path[0]}").err
+    assert "generic memory" in say("--leaf=generic").err and "no memory" in say("--leaf=none").err and "path 1 > 3" in say("--leaf=3").err
+    for flags, message in ((["--block=1:0,1:1"], "every node of level 1"), (["--block=9:1"], "levels are 1 to 2"), (["--leaf=4"], "from 0 to 3")):
+        with pytest.raises(ConfigError, match=message):
+            say(*flags)
+    for name in ("ckpt.pt", "retriever.npz"):
+        shutil.copy(out / name, tmp_path / name)
+    tree = Retriever.load(out / "retriever.npz")
+    Retriever(tree.embedder, tree.clusters, [c + 0.1 for c in tree.centroids]).save(tmp_path / "retriever.npz")
+    with pytest.raises(ConfigError, match="is the tree .* was trained with"):
+        run_sample(f"--out_dir={tmp_path}", "--prompt=violin")
+    (tmp_path / "retriever.npz").write_bytes(b"no")
+    with pytest.raises(ConfigError, match="not a whole retriever file"):
+        run_sample(f"--out_dir={tmp_path}", "--prompt=violin")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_hiermem_hugging_face_anchors(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    rope = dict(rope_theta=5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
+    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind + "ForCausalLM")(getattr(transformers, kind + "Config")(**sizes, rope_parameters=rope if kind == "Llama" else None, tie_word_embeddings=kind == "Qwen2"))
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    theirs.save_pretrained(tmp_path)
+    ours, idx = model_hiermem.Model.from_pretrained(tmp_path), some_tokens(2, 20)
+    torch.testing.assert_close(ours(idx)[0], theirs.eval()(idx).logits, atol=1e-4, rtol=1e-4)
+    begun = model_hiermem.start(tmp_path, None, dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5))
+    grown = model_hiermem.Model(model_hiermem.Config(**begun["model_config"]))
+    grown.init_weights()
+    grown.load_state_dict(grown.state_dict() | begun["model"])
+    assert torch.equal(grown(idx, leaf=torch.tensor([1, 5]))[0], ours(idx)[0]) and grown.config.eot == -1 and grown.config.retriever == "x"
+    with pytest.raises(ValueError, match="n_layer=7: .* has n_layer=3"):
+        model_hiermem.start(tmp_path, None, dict(n_layer=7))
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(clusters="8,8", ranks="4"), "clusters=8,8, ranks=4: needs a factor"), (dict(clusters="a"), "clusters=a"), (dict(ranks="0,0"), "not all ranks 0"),
+    (dict(memory="moe"), "memory='moe': choose one of"), (dict(memory="none", frozen=True), "nothing else to train"), (dict(head_dim=7), "head_dim must be even"),
+    (dict(subtree="9", frozen=True, retriever="x"), "choose 0 to 7, or generic"), (dict(subtree="1", retriever="x"), "add frozen=True"), (dict(eot=61), "eot must be"),
+    (dict(subtree="1", frozen=True), "the data has no tree"), (dict(layers="top"), "layers='top': choose one of all"), (dict(n_head=3, n_kv_head=2), "multiple of n_kv_head"),
+    (dict(generic=2.0), "generic=2.0: must be")], ids=str)
+def test_hiermem_config_errors(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model_hiermem.Config(**{**SIZE, **fields})
 
 
 # ================================================================ train.py

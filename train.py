@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import prepare_fineweb
-from kernels import LazyAdam, average_sparse, clip_grads, keep_coalesced, tune_cpu
+from kernels import LazyAdam, RowAdamW, average_sparse, clip_grads, keep_coalesced, tune_cpu
 from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta, load_token_bytes
 from sample import generate, load_checkpoint, plot_losses, write_checkpoint
 
@@ -150,6 +150,11 @@ def build_model_config(c, module, overrides):
     return module.Config(**{**presets[c["preset"]], **fields})
 
 
+def data_fields(meta, module):
+    """What a data folder's meta.json says of the model: fields of its Config, such as the tree of clusters."""
+    return {k: meta[k] for k in meta.keys() & module.Config.__dataclass_fields__.keys() - {"vocab_size", "block_size"}}
+
+
 def load_start(config, given, overrides, module):
     """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults. A model file with
     start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
@@ -160,7 +165,8 @@ def load_start(config, given, overrides, module):
     own = not resume and hasattr(module, "start")
     ckpt = None if own and source.is_dir() and not (source / "ckpt.pt").exists() else load_checkpoint(config["out_dir"] if resume else config["init_from"])
     if own:
-        ckpt = module.start(config["init_from"], ckpt, {**overrides, **{k: given[k] for k in ("block_size",) if k in given}})
+        known = data_fields(load_meta(find_dataset(config["dataset"])), module)
+        ckpt = module.start(config["init_from"], ckpt, {**known, **overrides, **{k: given[k] for k in ("block_size",) if k in given}})
         config["block_size"] = ckpt["model_config"]["block_size"]
         return ckpt
     fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
@@ -185,11 +191,13 @@ try:
     meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
     resolve(config, meta)
     overrides.setdefault("vocab_size", meta["vocab_size"])
-    model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, overrides)
+    model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, {**data_fields(meta, module), **overrides})
     need(model_config.vocab_size >= meta["vocab_size"] or not folder, f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
     need(not resume or ckpt["data"]["data_id"] == meta["data_id"], f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
     if not idle:
         train_data, val_data = (TokenShards(folder, split, config["block_size"]) for split in ("train", "val"))
+        for data in (train_data, val_data) if hasattr(model_config, "wanted") else ():   # a model may train on a part of the data
+            data.keep(model_config.wanted(data.context(np.arange(data.n_windows))))
 except (ConfigError, ValueError, OSError) as error:
     sys.exit(f"train.py: {error}")
 
@@ -215,15 +223,15 @@ def build(model_config):
 
 
 def build_optimizers(net):
-    """torch's AdamW and Muon, and LazyAdam for row-sparse tables, over the model's groups. A group's rate is base_lr times the schedule."""
-    betas, kinds = (config["beta1"], config["beta2"]), {"adamw": [], "muon": [], "sparse": []}
+    """torch's AdamW and Muon, and LazyAdam and RowAdamW for row-sparse tables, over the model's groups. A group's rate is base_lr times the schedule."""
+    betas, kinds = (config["beta1"], config["beta2"]), {"adamw": [], "muon": [], "sparse": [], "rows": []}
     for group in net.param_groups(config["optimizer"], config["learning_rate"], config["weight_decay"]):
         kinds[group["kind"]].append(dict(group, base_lr=group["lr"], base_decay=group["weight_decay"]))
-    for p in [p for group in kinds["sparse"] for p in group["params"]]:
+    for p in [p for group in kinds["sparse"] + kinds["rows"] for p in group["params"]]:
         keep_coalesced(p)
     makers = {"adamw": lambda groups: torch.optim.AdamW(groups, betas=betas, fused=config["device"] != "mps"),
               "muon": lambda groups: torch.optim.Muon(groups, momentum=0.95, nesterov=True),
-              "sparse": lambda groups: LazyAdam(groups, betas=betas)}
+              "sparse": lambda groups: LazyAdam(groups, betas=betas), "rows": lambda groups: RowAdamW(groups, betas=betas)}
     return [makers[kind](groups) for kind, groups in kinds.items() if groups]
 
 
@@ -249,7 +257,7 @@ if config["dry_run"]:
 optimizers, wandb, step = build_optimizers(raw), None, 0
 progress = {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0, "curve": []}
 if ckpt:
-    raw.load_state_dict(ckpt["model"])
+    raw.load_state_dict(ckpt["model"] if resume else raw.state_dict() | ckpt["model"])   # what the start lacks keeps its initial values
 if resume:
     for o, state in zip(optimizers, ckpt["optimizers"]):
         o.load_state_dict(state)
@@ -261,29 +269,40 @@ if world > 1:
     from torch.nn.parallel import DistributedDataParallel as DDP
     sparse = {p for o in optimizers if isinstance(o, LazyAdam) for g in o.param_groups for p in g["params"]}
     DDP._set_params_and_buffers_to_ignore_for_model(net, [n for n, p in raw.named_parameters() if p in sparse])   # average_sparse's part
-    net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
+    if any(p.requires_grad and p not in sparse for p in raw.parameters()):               # with a frozen anchor there is nothing left for it
+        net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
 
 
 # ---------------------------------------------------------------- one step
 def fetch(step):
-    """This process's part of the batch of update `step`: a pure function of (seed, global row), whatever the split."""
-    return train_data.batch(train_data.shuffled(config["seed"], range(step * rows + rank * rows // world, step * rows + (rank + 1) * rows // world)))
+    """This process's part of the batch of update `step`: a pure function of (seed, global row), whatever the split. -> x, y, context"""
+    mine = range(step * rows + rank * rows // world, step * rows + (rank + 1) * rows // world)
+    windows = train_data.shuffled(config["seed"], mine)
+    context = train_data.context(windows)
+    if hasattr(raw, "training_context"):
+        context = raw.training_context(context, config["seed"], mine)
+    return *train_data.batch(windows), context
 
 
-def forward_backward(net, x, y):
+def on_device(context):
+    return {k: v.to(config["device"]) for k, v in context.items()}
+
+
+def forward_backward(net, x, y, context):
     """One optimizer step's gradients: micro-batches of batch_size sequences, each weighted by its share of the targets, so
     that the gradient is that of the mean over the whole batch. Returns the batch's loss as a tensor."""
     targets = (y >= 0).sum().clamp(min=1).float()
     if world > 1:
         targets = targets.to(config["device"])
         dist.all_reduce(targets)
-    total, micro = 0.0, list(zip(x.split(config["batch_size"]), y.split(config["batch_size"])))
-    for i, (x, y) in enumerate(micro):
+    size = config["batch_size"]
+    total, micro = 0.0, [(x[i:i + size], y[i:i + size], {k: v[i:i + size] for k, v in context.items()}) for i in range(0, len(x), size)]
+    for i, (x, y, context) in enumerate(micro):
         if world > 1:
             net.require_backward_grad_sync = i == len(micro) - 1
         share = float((y >= 0).sum()) / float(targets)
         with autocast:
-            loss = net(x.to(config["device"]), y.to(config["device"]))[1] * share
+            loss = net(x.to(config["device"]), y.to(config["device"]), **on_device(context))[1] * share
         (loss * world).backward()                              # DDP takes the mean over processes
         total = total + loss.detach()
     if world > 1:
@@ -301,9 +320,9 @@ def schedule_factor(step):
     return floor + (1 - floor) * 0.5 * (1 - math.cos(math.pi * left * config["max_iters"] / max(1, config["max_iters"] - config["warmup_iters"])))
 
 
-def train_step(net, params, optimizers, x, y, step, want_norm=False):
-    """One update from the batch (x, y). Returns the loss and, if wanted or clipped, the gradient norm, as tensors."""
-    loss = forward_backward(net, x, y)
+def train_step(net, params, optimizers, x, y, context, step, want_norm=False):
+    """One update from the batch (x, y, context). Returns the loss and, if wanted or clipped, the gradient norm, as tensors."""
+    loss = forward_backward(net, x, y, context)
     for p in [p for p in params if world > 1 and p.grad is not None and p.grad.is_sparse]:
         p.grad = average_sparse(p.grad)
     norm = clip_grads(params, config["grad_clip"]) if want_norm or config["grad_clip"] else None
@@ -329,12 +348,13 @@ def evaluate():
     n = min(max(1, config["eval_tokens"] // config["block_size"]), val_data.n_windows)
     sums = torch.zeros(3, dtype=torch.float64)                 # nats, targets, bytes
     for start in range(rank * config["batch_size"], n, config["batch_size"] * world):
-        x, y = val_data.batch(np.arange(start, min(n, start + config["batch_size"])))
+        windows = np.arange(start, min(n, start + config["batch_size"]))
+        x, y = val_data.batch(windows)
         if token_bytes is not None:
             lengths = token_bytes[y.clamp(min=0)] * (y >= 0)
             y, sums[2] = y.masked_fill(lengths == 0, -1), sums[2] + lengths.sum()
         with autocast:
-            loss = net(x.to(config["device"]), y.to(config["device"]))[1].item()
+            loss = net(x.to(config["device"]), y.to(config["device"]), **on_device(val_data.context(windows)))[1].item()
         sums[0], sums[1] = sums[0] + loss * (y >= 0).sum(), sums[1] + (y >= 0).sum()
     if world > 1:
         sums = sums.to(config["device"])
@@ -372,7 +392,7 @@ if config["bench"]:                                            # the model and i
         batch = torch.from_numpy(draw.choice(len(zipf), size=(rows, config["block_size"] + 1), p=zipf / zipf.sum()))
         for name, (racer, base, its_optimizers) in racers.items():
             start = time.perf_counter()
-            train_step(racer, list(base.parameters()), its_optimizers, batch[:, :-1], batch[:, 1:], min(i, config["max_iters"] - 1))
+            train_step(racer, list(base.parameters()), its_optimizers, batch[:, :-1], batch[:, 1:], {}, min(i, config["max_iters"] - 1))
             times[name] += [time.perf_counter() - start] * (i >= 3)
     for name, seconds in ((name, float(np.median(t))) for name, t in times.items()):
         pace, ratio = config["batch_tokens"] / seconds, seconds / float(np.median(times.get("dense", times["model"])))
@@ -435,8 +455,8 @@ if master:
         os.replace(out / name, out / f"previous-{name}")
         print(f"an earlier run's {out}/{name} is now previous-{name}")
     (out / "result.json").unlink(missing_ok=True)
-    if (folder / "tokenizer.json").exists():                   # so that sample.py does not need the data
-        (out / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    for file in [folder / name for name in ("tokenizer.json", "retriever.npz") if (folder / name).exists()]:
+        (out / file.name).write_bytes(file.read_bytes())       # so that sample.py does not need the data
     if resume:                                                 # the log up to the checkpoint: what came after is done again
         lines = [line for line in (out / "log.jsonl").read_text().splitlines(True) if line.endswith("}\n") and json.loads(line)["step"] <= step]
         (out / "log.jsonl.tmp").write_text("".join(lines))
