@@ -1162,9 +1162,6 @@ def test_newton_schulz_is_torchs():
 # ================================================================ every model: the generic block
 
 VARIANTS = {                                                   # every model file's main switches, at a size that trains in milliseconds
-    "midus": [dict(), dict(upscale="base", tied=False, qkv_bias=True, n_kv_head=1, rope_scaling="8:1:4:8"), dict(placement="top-heavy", inserted=2, r=5, k=3, n=6),
-              dict(memory="linear", n=8), dict(memory="pkm", n=8), dict(memory="ultramem", n=8), dict(query_norm="batch", out_proj=True, n=8),
-              dict(query_norm="layer", internal_residual=True, n=8), dict(upscale="llama_pro"), dict(upscale="solar")],
     "move": [dict(), dict(memory="none"), dict(memory="lave"), dict(memory="lave", memory_scale=2, gate_v=1), dict(n_kv_head=1), dict(slots=3, gate_v=0),
              dict(attention="mla"), dict(attention="mla", memory="lave"), dict(attention="mla", memory="none", n_kv_head=1), dict(sparse_memory=True)],
     "lime": [dict(), dict(router="none"), dict(router="average"), dict(router="last-2"), dict(router="first-1"), dict(router="dilated-2"),
@@ -1173,10 +1170,12 @@ VARIANTS = {                                                   # every model fil
                  dict(n_keys=12, top_m=4, mem_layers="0,2", virtual=4, pre_activation=True, tied=False), dict(memory="ultramem", n_keys=12, top_m=4, mem_layers="0:1/1:2"),
                  dict(memory="ultramem", n_keys=12, top_m=4, mem_layers="all", pre_value_dim=4, share="noring:2"), dict(memory="pkm", n_keys=12, top_m=4),
                  dict(memory="memory+", n_keys=12, top_m=4, sparse_memory=True), dict(memory="peer", n_keys=12, heads=1, top_m=2), dict(memory="moe", n_keys=6, top_m=2)],
+    "midus": [dict(), dict(upscale="base", tied=False, qkv_bias=True, n_kv_head=1, rope_scaling="8:1:4:8"), dict(placement="top-heavy", inserted=2, r=5, k=3, n=6),
+              dict(memory="linear", n=8), dict(memory="pkm", n=8), dict(memory="ultramem", n=8), dict(query_norm="batch", out_proj=True, n=8),
+              dict(query_norm="layer", internal_residual=True, n=8), dict(upscale="llama_pro"), dict(upscale="solar")],
+    "hiermem": [dict(), dict(memory="none", norm="layer"), dict(memory="lora_qk"), dict(memory="lora_vo", eot=7), dict(memory="lora_ffn", tied=False), dict(memory="kv", eot=7),
+                dict(clusters="2,3,2", ranks="0,5,4", layers="late", sparse_memory=False), dict(n_kv_head=1, head_dim=8, qkv_bias=True, qk_norm=False, rope_scaling="8:1:4:8")],
 }
-VARIANTS["hiermem"] = [
-    dict(), dict(memory="none", norm="layer"), dict(memory="lora_qk"), dict(memory="lora_vo", eot=7), dict(memory="lora_ffn", tied=False), dict(memory="kv", eot=7),
-    dict(clusters="2,3,2", ranks="0,5,4", layers="late", sparse_memory=False), dict(n_kv_head=1, head_dim=8, qkv_bias=True, qk_norm=False, rope_scaling="8:1:4:8")]
 CASES = [pytest.param(name, switches, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in switches.items()) or 'default'}")
          for name, rows in VARIANTS.items() for switches in rows]
 SIZE = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=61, block_size=16)
