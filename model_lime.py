@@ -11,14 +11,11 @@ The mixture is one small matrix a layer, the router; it starts as the identity o
     V~_l[h]  = sum_l' sum_h' R_l[h, l' h'] V_l'[h']            the same weights
     Y        = softmax(Q K~^T / sqrt(d_h)) V~                  RoPE on Q and K~; K~ and V~ are what the cache holds
 
-       buffer        layer 1       layer 2       layer 3
-      K_1, V_1 <------ x ------------|-------------|---.       x: the normed hidden state entering a layer
-         |             '-> attend    |             |   |
-         +---------- R_2 ------------+-> attend    |   |
-      K_2, V_2 <-------------------- x             |   |
-         |                                         |   |
-         +---------- R_3 --------------------------+-> attend
-      K_3, V_3 <---------------------------------- x
+       the buffer    K_1,V_1    K_2,V_2    K_3,V_3             each layer adds its own, from the normed hidden state x
+                        |          |          |
+       layer 1          *          |          |     -> attention(Q_1, K_1, V_1)
+       layer 2          +---R_2----+          |     -> attention(Q_2, K~_2, V~_2)
+       layer 3          +----------+---R_3----+     -> attention(Q_3, K~_3, V~_3)
 
 The first layer has no router. The backbone is LLaMA: RMSNorm, RoPE, grouped-query attention, SwiGLU, tied embeddings.
 Below the fold: the paper's other routers (a few layers only, an average, one head, one weight a channel, weights from
