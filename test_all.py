@@ -131,7 +131,7 @@ def test_help_text_gives_key_default_and_comment():
     assert [line.split()[0] for line in lines] == ["--width=64", "--name=x", "--hidden=3", "--long=1"]
     assert lines[0].endswith("of a layer") and lines[1].endswith("what") and max(map(len, lines)) <= 120
     own = pf.help_text(Path(pf.__file__).read_text(encoding="utf-8"), pf._defaults).splitlines()
-    assert len(own) == len(pf._defaults) == 11 and all(len(line) > 30 for line in own)
+    assert len(own) == len(pf._defaults) and all(len(line) > 30 for line in own)
 
 
 def gpt2_stand_in():
@@ -932,7 +932,7 @@ def test_kernels_lazy_adam_equals_torchs_sparse_adam(shape):
 
 
 def test_kernels_lazy_adam_in_chunks_equals_the_whole():
-    rows, values, results = torch.arange(0, 9000, 2), torch.randn(4500, 64), []
+    rows, values, results = torch.arange(0, 9000, 2), 1 + torch.rand(4500, 64), []
     for count in (4500, 1000):                                                                          # 4,096 rows are one chunk at width 64
         p = torch.nn.Parameter(torch.zeros(9000, 64))
         p.grad = torch.sparse_coo_tensor(rows[None, :count], values[:count], p.shape, is_coalesced=True, check_invariants=False)
@@ -1273,7 +1273,7 @@ def test_loss_is_the_mean_over_targets_and_chunks_do_not_matter(name, switches):
 
 
 LLAMA = ("lime", "ultramem", "midus", "hiermem")
-SHARED = {"attend": ("move", *LLAMA), "own_generator": ("move", *LLAMA), "Cache.append": ("move", *LLAMA), "Model.loss": ("move", *LLAMA),
+SHARED = {"attend": ("move", *LLAMA[:3]), "own_generator": ("move", *LLAMA), "Cache.append": ("move", *LLAMA), "Model.loss": ("move", *LLAMA),
           "Model.new_cache": ("move", *LLAMA), "RMSNorm": LLAMA, "rotary_tables": LLAMA, "rotate": LLAMA, "MLP": LLAMA}
 
 
