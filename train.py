@@ -202,8 +202,6 @@ except (ConfigError, ValueError, OSError) as error:
     sys.exit(f"train.py: {error}")
 
 gpu, out, rows = config["device"].startswith("cuda"), Path(config["out_dir"]), config["batch_tokens"] // config["block_size"]
-
-
 if gpu:
     torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -257,7 +255,7 @@ if config["dry_run"]:
 optimizers, wandb, step = build_optimizers(raw), None, 0
 progress = {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0, "curve": []}
 if ckpt:
-    raw.load_state_dict(ckpt["model"] if resume else raw.state_dict() | ckpt["model"])   # what the start lacks keeps its initial values
+    raw.load_state_dict((raw.state_dict() if not resume and hasattr(module, "start") else {}) | ckpt["model"])   # what its start() left out is new
 if resume:
     for o, state in zip(optimizers, ckpt["optimizers"]):
         o.load_state_dict(state)
