@@ -2,6 +2,7 @@
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")    # before kernels.py is imported: the Triton kernels run on CPU tensors
+import ast
 import functools
 import gzip
 import importlib
@@ -21,7 +22,8 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,6 +41,7 @@ import model_move
 import prepare_fineweb
 import prepare_fineweb as pf
 import sample
+from experiments import analysis, tasks
 from experiments import run as runner
 from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, load_meta, load_token_bytes, prepare
 
@@ -2555,12 +2558,6 @@ def test_exchange_rate_same_flops():
 
 
 # ---------------------------------------------------------------- experiments/tasks.py
-import ast
-import contextlib
-from fractions import Fraction
-
-from experiments import tasks
-
 
 def test_a_document_may_be_a_window_of_its_own(tmp_path):
     records = [{"prompt": f"{i}?", "answer": "a" * (i % 5 + 1)} for i in range(40)]
@@ -2605,7 +2602,7 @@ def test_arithmetic_is_exact_at_every_step():
             assert operations(python(step), values) == int(steps[-1]) and (len(numbers), len(values)) == (k, k - 1), record
             assert all(v.denominator == 1 and 1 <= v <= largest for v in [*map(Fraction, numbers), *values]), record
             for i, j in itertools.combinations([i for i, c in enumerate(step) if c in "()"], 2):         # no parentheses without need
-                with contextlib.suppress(SyntaxError):         # if those two are not a pair
+                with suppress(SyntaxError):         # if those two are not a pair
                     bare = step[:i] + " " + step[i + 1:j] + " " + step[j + 1:]
                     assert step[i] + step[j] != "()" or ast.dump(python(bare.strip())) != ast.dump(python(step)), record
         operators += re.sub("[^-+x/]", "", record["prompt"])
@@ -2721,8 +2718,6 @@ def test_bad_task_settings_and_files_are_named(flags, message, tmp_path, monkeyp
 
 
 # ---------------------------------------------------------------- experiments/analysis.py
-from experiments import analysis
-
 
 def test_entropy_of_equal_and_of_orthogonal_vectors():
     same, orthogonal = torch.randn(1, 40).expand(9, 40), 3 * torch.linalg.qr(torch.randn(40, 40))[0]

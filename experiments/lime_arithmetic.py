@@ -5,7 +5,8 @@ learning rates, since the gap is one of learning speed: `python experiments/task
 model, metric, baseline, seeds = "lime", "accuracy", "LLaMA 1e-3", 3
 prepare = dict(cpu="experiments/tasks.py arithmetic --operands=6 --max_value=19 --out=data/aet6_19",
                gpu="experiments/tasks.py arithmetic --operands=6 --max_value=199 --out=data/aet6_199")
-shape = dict(depth=4, n_embd=32, n_head=4, n_inner=128, block_size=62, batch_size=256, batch_tokens=256 * 62, schedule="wsd", warmdown=1.0, sample_tokens=0)
+shape = dict(depth=4, n_embd=32, n_head=4, n_inner=128, block_size=62, batch_size=256, batch_tokens=256 * 62,
+             schedule="wsd", warmdown=1.0, sample_tokens=0)                          # wsd with warmdown 1 falls from the start
 cpu = dict(shape, max_iters=1950, eval_interval=195, eval_tokens=62000)              # 10 epochs of 50,000 samples
 gpu = dict(shape, max_iters=39000, eval_interval=1950, eval_tokens=62000)            # 200 epochs
 variants = {

@@ -186,7 +186,7 @@ def prosqa_sample(rng):
         leaves = children - {a for a, _ in edges}
         ends = [{n: path for n, path in shortest_paths(edges, root).items() if labels[n] == root + 1 and n in leaves} for root in (0, 1)]
         steps = [max((len(path) - 1 for path in paths.values()), default=0) for paths in ends]
-        root = max((0, 1), key=lambda root: (steps[root], rng.random()))               # in the published files too: the one with the longer path
+        root = max((0, 1), key=lambda root: (steps[root], rng.random()))               # the one with the longer path, as in the published files
         if steps[root] >= 3 and ends[1 - root]:
             break
     target = rng.choice([n for n, path in ends[root].items() if len(path) - 1 == steps[root]])
@@ -214,7 +214,7 @@ def read_prosqa(path):
     for n, sample in enumerate(found):
         texts = [sample.get("question"), sample.get("answer"), *(sample.get("steps") or [None])] if isinstance(sample, dict) else [None]
         if not all(isinstance(text, str) and text for text in texts):
-            raise ConfigError(f"{path}, sample {n}: it must have texts 'question' and 'answer' and a list of texts 'steps', this is {str(sample)[:60]}")
+            raise ConfigError(f"{path}, sample {n}: it must have texts 'question' and 'answer' and a list of texts 'steps': {str(sample)[:60]}")
     return found
 
 
