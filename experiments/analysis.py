@@ -186,7 +186,7 @@ def probe_blimp(model, tok, folder, c):
 # ---------------------------------------------------------------- routers
 
 def router_maps(model, tok, folder, c):
-    """Figures 5 and 9 from inspect(): {"layers": (layer, source), what a layer's heads together read of each layer, "heads": (layer * head, source)}"""
+    """Figures 5 and 9 from inspect(): {"layers": (layer, source), what a layer reads of each layer, "heads": (layer * head, source)}"""
     text = torch.tensor([[tok.eot]], device=c.device)
     grid = getattr(model, "inspect", lambda idx: {})(text).get("router")
     if grid is None:
