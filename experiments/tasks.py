@@ -7,7 +7,7 @@
     python experiments/tasks.py curves --results=experiments/results/lime_arithmetic-cpu.jsonl     # accuracy over the steps of an experiment
 
 Arithmetic is the Arithmetic Expression Task of LIMe's section 5.4.2 (Arefin et al. 2024, Feng et al. 2023): all numbers, those of the solution
-too, are integers in 1..max_value. n operands have n - 1 operators; the example in LIMe's Appendix B has 6 operands, "7 + 5" and so on. An
+too, are integers in 1..max_value. n operands have n - 1 operators; the example in LIMe's Appendix B has 7 operands. An
 answer is right if it ends (with eot) in the right number. ProsQA (Hao et al. 2024): does a chain of facts lead from a name to this concept or to
 that one? An answer is right if it ends in the right "### " sentence; guessing gets half. No prompt is in both splits. The records lie in
 OUT_records/, a JSON object a line.
