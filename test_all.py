@@ -1635,6 +1635,8 @@ def test_lime_equals_its_equations_written_as_loops(switches):
     model, idx = make("lime", dtype=torch.float64, **{"n_embd": 8, "n_inner": 8, **switches}), some_tokens(1, 4)
     logits, slow_logits = model(idx)[0].double(), slow_lime(model, idx)
     torch.testing.assert_close(logits, slow_logits, atol=2e-5, rtol=1e-5)
+    with torch.no_grad():                                      # mixes without checkpoints
+        torch.testing.assert_close(model(idx)[0].double(), slow_logits, atol=2e-5, rtol=1e-5)
     grads = [torch.autograd.grad(F.cross_entropy(z[0], idx[0]), list(model.parameters())) for z in (logits, slow_logits)]
     for (name, p), a, b in zip(model.named_parameters(), *grads):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4, msg=lambda text: f"{name}: {text}")
@@ -1805,6 +1807,16 @@ def test_a_hyper_connection_written_as_loops():
         x = sum(alpha[i][0] * h[0, t, i] for i in range(4))
         for j in range(4):
             torch.testing.assert_close(out[0, t, j], sum(alpha[i][j + 1] * h[0, t, i] for i in range(4)) + beta[j] * x.flip(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_hyper_connections_copy_the_embedding_and_sum_the_streams():
+    model, idx = make("lime", baseline="hyper", dtype=torch.float64), some_tokens()
+    h, norm = model.embed(idx)[:, :, None].repeat(1, 1, 4, 1), lambda x: F.layer_norm(x, (32,), eps=1e-6)
+    rotary = model_lime.rotary_tables(10000.0 ** (-torch.arange(0, 16, 2) / 16), 0, 12)
+    for block in model.blocks:
+        h = block.attn_connection(h, lambda x: block.attn(norm(x), rotary, None, None))
+        h = block.mlp_connection(h, lambda x: block.mlp(norm(x)))
+    torch.testing.assert_close(model(idx)[0], model.logits(model.norm(h.sum(2))))
 
 
 def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
