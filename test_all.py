@@ -1329,7 +1329,8 @@ def test_meta_device_depth_dial_and_inspect(name):
             assert module.Model(module.Config(**fields)).param_counts()["total"] > 1e8
     assert time.time() - start < 60
     assert [module.Config.from_depth(d).n_embd for d in (1, 4, 12)] == [64, 256, 768]
-    assert all(getattr(module.Config.from_depth(4, **module.DENSE), k) == v for k, v in module.DENSE.items())
+    for dense in (module.Config.from_depth(4, **module.DENSE), module.Config(**{**vars(module.Config.from_depth(4)), **module.DENSE})):   # as --bench has it
+        assert all(getattr(dense, k) == v for k, v in module.DENSE.items())
     assert set(module.RECIPE) <= {"adamw", "muon"}
     model = make(name)
     for key, (tensor, axes) in model.inspect(some_tokens(1, 9)).items():
