@@ -37,7 +37,7 @@ dataset = ""                    # folder, or a name under data/; fineweb_edu if 
 block_size = -1                 # the data folder's, where a document is a window; 256 | 1024: tokens of context
 batch_size = -1                 # 8 | 32: sequences in one forward (the micro-batch)
 batch_tokens = -1               # 1024 | 131072: tokens per optimizer step, all GPUs together; accumulation follows from it
-max_iters = -1                  # 160 | about 10 tokens per dense parameter, at most 4 epochs
+max_iters = -1                  # 128 | about 10 tokens per dense parameter, at most 4 epochs
 optimizer = ""                  # muon | adamw: the first of the model's RECIPE
 learning_rate = -1.0            # RECIPE
 min_lr = 0.0                    # where the schedule ends
@@ -237,7 +237,7 @@ raw = net = build(model_config)
 counts = raw.param_counts() if hasattr(raw, "param_counts") else {"total": sum(p.numel() for p in raw.parameters())}
 flops = raw.flops_per_token() if hasattr(raw, "flops_per_token") else 6 * counts["total"]
 if config["max_iters"] == -1:
-    config["max_iters"] = int(min(10 * flops / 6, 4 * train_data.n_tokens) // config["batch_tokens"]) if gpu and not idle else 160
+    config["max_iters"] = int(min(10 * flops / 6, 4 * train_data.n_tokens) // config["batch_tokens"]) if gpu and not idle else 128
 if config["warmup_iters"] == -1:
     config["warmup_iters"] = round(config["warmup"] * config["max_iters"])
 if config["eval_interval"] < 1:
