@@ -936,6 +936,20 @@ def tune_cpu():
     torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
 
 
+def usage(flops_per_second):
+    """" mfu 41% 11.2G": a model's FLOP/s on one GPU as a share of its dense bf16 peak by the data sheet (where listed), and peak memory."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
+    peak = next((tflops for key, tflops in {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "4090": 165}.items() if key in name), None)
+    return (f" mfu {flops_per_second / peak / 1e10:.0f}%" if peak else "") + f" {peak_memory() / 2 ** 30:.1f}G"
+
+
+def peak_memory():
+    """Bytes: the most that the GPU's allocator held, or else the process's resident set."""
+    import resource
+    kilo = 1 if sys.platform == "darwin" else 1024
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else kilo * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 # ================================================================ benchmark: python kernels.py
 
 def medians(functions, device, rounds):

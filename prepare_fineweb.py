@@ -85,6 +85,11 @@ class ConfigError(ValueError):
     """A mistake that the person at the keyboard can put right. The programs print it without a traceback."""
 
 
+def need(condition, message):
+    if not condition:
+        raise ConfigError(message)
+
+
 def configure(argv: list, namespace: dict) -> tuple:
     """
     --key=value arguments -> (overrides, positional arguments). The keys are namespace's int, float, bool and str entries without a leading

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from prepare_fineweb import EOT, ConfigError, configure, get_tokenizer, help_text
+from prepare_fineweb import EOT, ConfigError, configure, find_dataset, get_tokenizer, help_text, load_meta, need
 
 # -----------------------------------------------------------------------------
 out_dir = ""            # a run's folder, or a ckpt.pt; empty: the newest out/*/ckpt.pt
@@ -70,6 +70,46 @@ def load_checkpoint(path) -> dict:
         raise ConfigError(f"{path} cannot be read, it is cut short or no checkpoint: {str(e).splitlines()[0]}") from None
     if not isinstance(ckpt, dict) or ckpt.get("format") != "nanomem-1":
         raise ConfigError(f"{path} is not a checkpoint of nanoMem's train.py")
+    return ckpt
+
+
+def build_model_config(c, module, overrides):
+    """The model's Config from a preset or the depth dial, DENSE and the fields that were given."""
+    dense, presets = getattr(module, "DENSE", {}) if c["dense"] else {}, getattr(module, "PRESETS", {})
+    for key in dense.keys() & overrides.keys():
+        raise ConfigError(f"dense and {key}: dense=True sets {key}={dense[key]}; give one of them")
+    fields = {"block_size": c["block_size"], **dense, **overrides}
+    if not c["preset"]:
+        return module.Config.from_depth(c["depth"], **fields)
+    need(c["preset"] in presets, f"preset={c['preset']}: model_{c['model']}.py has {', '.join(presets) or 'none'}")
+    return module.Config(**{**presets[c["preset"]], **fields})
+
+
+def data_fields(meta, module):
+    """What a data folder's meta.json says of the model: fields of its Config, such as the tree of clusters."""
+    return {k: meta[k] for k in meta.keys() & module.Config.__dataclass_fields__.keys() - {"vocab_size", "block_size"}}
+
+
+def load_start(config, given, overrides, module):
+    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults. A model file with
+    start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
+    resume, source, out = config["init_from"] == "resume", Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
+    if config["init_from"] == "scratch":
+        return None
+    need(resume or out not in (source, source.parent), f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
+    own = not resume and hasattr(module, "start")
+    ckpt = None if own and source.is_dir() and not (source / "ckpt.pt").exists() else load_checkpoint(config["out_dir"] if resume else config["init_from"])
+    if own:
+        known = data_fields(load_meta(find_dataset(config["dataset"])), module)
+        ckpt = module.start(config["init_from"], ckpt, {**known, **overrides, **{k: given[k] for k in ("block_size",) if k in given}})
+        config["block_size"] = ckpt["model_config"]["block_size"]
+        return ckpt
+    fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
+    saved = {**ckpt["config"], **ckpt["model_config"]}
+    for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
+        raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
+    keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
+    config |= {k: v for k, v in keep.items() if k in config and k not in given and k not in ("out_dir", "init_from", "device")}
     return ckpt
 
 

@@ -12,7 +12,7 @@ The globals below are the configuration. `--key=value` overrides one; a key that
 model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime: that model's too). A positional
 argument is a Python file of such assignments. Precedence: globals < the model's RECIPE < file < command line.
 """
-import datetime, importlib, json, math, os, platform, resource, signal, subprocess, sys, time
+import datetime, importlib, json, math, os, platform, signal, subprocess, sys, time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import prepare_fineweb
-from kernels import LazyAdam, RowAdamW, average_sparse, clip_grads, keep_coalesced, tune_cpu
-from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta, load_token_bytes
-from sample import generate, load_checkpoint, plot_losses, write_checkpoint
+from kernels import LazyAdam, RowAdamW, average_sparse, clip_grads, keep_coalesced, peak_memory, tune_cpu, usage
+from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta, load_token_bytes, need
+from sample import build_model_config, data_fields, generate, load_start, plot_losses, write_checkpoint
 
 # ---------------------------------------------------------------- configuration: value on cpu | cuda where two; -1 and "" are automatic
 model = "move"                  # which file: model_<name>.py; `cp model_move.py model_mine.py` makes --model=mine
@@ -71,11 +71,6 @@ defaults = {k: v for k, v in globals().items() if not k.startswith("_") and type
 root = Path(__file__).resolve().parent
 world, rank, local_rank = (int(os.environ.get(k, v)) for k, v in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
 master = rank == 0
-
-
-def need(condition, message):
-    if not condition:
-        raise ConfigError(message)
 
 
 def read_config(argv):
@@ -136,46 +131,6 @@ def resolve(c, meta):
     rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)                      # rows of one process
     need(rows > 0 and not rest, f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']}" + f" x {world} processes" * (world > 1))
     c["batch_size"] = max(b for b in range(1, min(c["batch_size"], rows) + 1) if rows % b == 0)   # the micro-batch divides the batch
-
-
-def build_model_config(c, module, overrides):
-    """The model's Config from a preset or the depth dial, DENSE and the fields that were given."""
-    dense, presets = getattr(module, "DENSE", {}) if c["dense"] else {}, getattr(module, "PRESETS", {})
-    for key in dense.keys() & overrides.keys():
-        raise ConfigError(f"dense and {key}: dense=True sets {key}={dense[key]}; give one of them")
-    fields = {"block_size": c["block_size"], **dense, **overrides}
-    if not c["preset"]:
-        return module.Config.from_depth(c["depth"], **fields)
-    need(c["preset"] in presets, f"preset={c['preset']}: model_{c['model']}.py has {', '.join(presets) or 'none'}")
-    return module.Config(**{**presets[c["preset"]], **fields})
-
-
-def data_fields(meta, module):
-    """What a data folder's meta.json says of the model: fields of its Config, such as the tree of clusters."""
-    return {k: meta[k] for k in meta.keys() & module.Config.__dataclass_fields__.keys() - {"vocab_size", "block_size"}}
-
-
-def load_start(config, given, overrides, module):
-    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults. A model file with
-    start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
-    resume, source, out = config["init_from"] == "resume", Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
-    if config["init_from"] == "scratch":
-        return None
-    need(resume or out not in (source, source.parent), f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
-    own = not resume and hasattr(module, "start")
-    ckpt = None if own and source.is_dir() and not (source / "ckpt.pt").exists() else load_checkpoint(config["out_dir"] if resume else config["init_from"])
-    if own:
-        known = data_fields(load_meta(find_dataset(config["dataset"])), module)
-        ckpt = module.start(config["init_from"], ckpt, {**known, **overrides, **{k: given[k] for k in ("block_size",) if k in given}})
-        config["block_size"] = ckpt["model_config"]["block_size"]
-        return ckpt
-    fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
-    saved = {**ckpt["config"], **ckpt["model_config"]}
-    for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
-        raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
-    keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
-    config |= {k: v for k, v in keep.items() if k in defaults and k not in given and k not in ("out_dir", "init_from", "device")}
-    return ckpt
 
 
 # ---------------------------------------------------------------- set-up: config, data, model, optimizers
@@ -367,18 +322,6 @@ def evaluate():
     return values
 
 
-def usage(flops, tokens_per_second):
-    """" mfu 41% 11.2G": model FLOP/s as a share of the GPU's dense bf16 peak by its data sheet (where listed), and peak memory."""
-    name = torch.cuda.get_device_name() if gpu else ""
-    peak = next((tflops for key, tflops in {"H200": 989, "H100": 989, "A100": 312, "L40": 181, "4090": 165}.items() if key in name), None)
-    return (f" mfu {flops * tokens_per_second / world / peak / 1e10:.0f}%" if peak else "") + f" {peak_memory() / 2 ** 30:.1f}G"
-
-
-def peak_memory():                                             # bytes: the GPU allocator's, or the process's resident set
-    kilo = 1 if sys.platform == "darwin" else 1024
-    return torch.cuda.max_memory_allocated() if gpu else kilo * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 if config["bench"]:                                            # the model and its dense baseline, step by step in turn
     zipf = 1.0 / np.arange(1, model_config.vocab_size + 1)     # Zipf's law: roughly the token frequencies of text
     racers, draw = {"model": (net, raw, optimizers)}, np.random.default_rng(config["seed"])
@@ -394,7 +337,7 @@ if config["bench"]:                                            # the model and i
             times[name] += [time.perf_counter() - start] * (i >= 3)
     for name, seconds in ((name, float(np.median(t))) for name, t in times.items()):
         pace, ratio = config["batch_tokens"] / seconds, seconds / float(np.median(times.get("dense", times["model"])))
-        print(f"{name:5} {1e3 * seconds:8.1f} ms a step, {pace:,.0f} tok/s, {ratio:.3f} of dense,{usage(racers[name][1].flops_per_token(), pace)}")
+        print(f"{name:5} {1e3 * seconds:8.1f} ms a step, {pace:,.0f} tok/s, {ratio:.3f} of dense,{usage(racers[name][1].flops_per_token() * pace / world)}")
     print(f"medians of 12 steps in turn; peak memory is of both; torch {torch.__version__}, {torch.get_num_threads()} threads")
     sys.exit(0)
 
@@ -522,7 +465,7 @@ try:
             if master:
                 log_line(step=step, loss=float(loss), lr=lr, grad_norm=float(norm), tokens=step * config["batch_tokens"], tokens_per_second=pace)
             show(f"{step:5}/{config['max_iters']} loss {float(loss):.4f} lr {lr:.1e} |g| {float(norm):.2f} {pace / 1e3:.1f}k tok/s"
-                 f"{usage(flops, pace)} eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
+                 f"{usage(flops * pace / world)} eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
 except (torch.OutOfMemoryError, RuntimeError) as error:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         raise
