@@ -496,4 +496,9 @@ if master:
     print(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result {out}/result.json\n"
           f"next: python sample.py --out_dir={out} --prompt=\"...\"")
 if world > 1:
+    if wandb is not None:
+        wandb.finish()
+    dist.barrier()                                             # nobody leaves while another works on
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)                                                # gloo's threads now and then abort the interpreter's own way out
