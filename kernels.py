@@ -781,47 +781,47 @@ class LazyAdam(torch.optim.SparseAdam):
     def step(self, closure=None):
         loss = torch.enable_grad()(closure)() if closure is not None else None
         for group in self.param_groups:
-            (beta1, beta2), eps = group["betas"], group["eps"]
+            beta1, beta2 = group["betas"]
             for p in (p for p in group["params"] if p.grad is not None):
                 grad, state = p.grad.coalesce(), self.state[p]
                 if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
-                rate = group["lr"] * math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+                    state.update(self.no_steps(p), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                self.count(state, grad._indices()[0])
                 chunk = max(1, 2**18 * p.shape[0] // p.numel()) if p.device.type == "cpu" else max(1, grad._nnz())
                 for rows, g in zip(grad._indices()[0].split(chunk), grad._values().split(chunk)):
                     m = state["exp_avg"].index_select(0, rows).lerp_(g, 1 - beta1)
                     v = state["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(g, g, value=1 - beta2)
                     state["exp_avg"].index_copy_(0, rows, m)
                     state["exp_avg_sq"].index_copy_(0, rows, v)
-                    p.index_copy_(0, rows, p.index_select(0, rows).addcdiv_(m, v.sqrt_().add_(eps), value=-rate))
+                    p.index_copy_(0, rows, self.updated(p.index_select(0, rows), m, v, rows, state, group))
         return loss
+
+    def no_steps(self, p):
+        return {"step": 0}
+
+    def count(self, state, rows):
+        state["step"] += 1
+
+    def updated(self, w, m, v, rows, state, group):
+        """w, m, v: the rows and their moments, to be overwritten. -> the rows after the step."""
+        (beta1, beta2), t = group["betas"], state["step"]
+        return w.addcdiv_(m, v.sqrt_().add_(group["eps"]), value=-group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t))
 
 
 class RowAdamW(LazyAdam):
     """AdamW row by row: a row with a gradient gets torch.optim.AdamW's update, its bias corrected for the steps of this row; the others keep
     values, moments and counts. For tables whose rows are models of their own, visited at different rates (hierarchical memories)."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = torch.enable_grad()(closure)() if closure is not None else None
-        for group in self.param_groups:
-            (beta1, beta2), eps, lr = group["betas"], group["eps"], group["lr"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                grad, state = p.grad.coalesce(), self.state[p]
-                if not state:
-                    state.update(steps=p.new_zeros(len(p)), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                chunk = max(1, 2**18 * p.shape[0] // p.numel()) if p.device.type == "cpu" else max(1, grad._nnz())
-                for rows, g in zip(grad._indices()[0].split(chunk), grad._values().split(chunk)):
-                    steps = state["steps"].index_select(0, rows) + 1
-                    m = state["exp_avg"].index_select(0, rows).lerp_(g, 1 - beta1)
-                    v = state["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                    for name, value in (("steps", steps), ("exp_avg", m), ("exp_avg_sq", v)):
-                        state[name].index_copy_(0, rows, value)
-                    rate, scale = ((1 - beta**steps).view(-1, *[1] * (p.dim() - 1)) for beta in (beta1, beta2))
-                    update = m.div_(rate).div_(v.div_(scale).sqrt_().add_(eps))
-                    p.index_copy_(0, rows, p.index_select(0, rows).mul_(1 - lr * group.get("weight_decay", 0)).sub_(update, alpha=lr))
-        return loss
+    def no_steps(self, p):
+        return {"steps": p.new_zeros(len(p))}
+
+    def count(self, state, rows):
+        state["steps"].index_add_(0, rows, torch.ones_like(rows, dtype=state["steps"].dtype))
+
+    def updated(self, w, m, v, rows, state, group):
+        t = state["steps"][rows].view(-1, *[1] * (w.dim() - 1))
+        m, v = (moment.div_(1 - beta**t) for moment, beta in zip((m, v), group["betas"]))
+        return w.mul_(1 - group["lr"] * group.get("weight_decay", 0)).addcdiv_(m, v.sqrt_().add_(group["eps"]), value=-group["lr"])
 
 
 def clip_grads(params, max_norm):

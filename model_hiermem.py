@@ -674,13 +674,16 @@ def prompt_context(self, text, places, leaf="", block="", embedder_path=""):
 
 # ---------------------------------------------------------------- foreign checkpoints
 
+FOREIGN = dict(memory="none", qk_norm=False)   # fields of a foreign model's Config that its config.json does not decide
+
+
 def config_from_hf(path):
     """config.json of a Hugging Face Llama or Qwen2 folder -> the fields of Config. ValueError names what this file does not compute."""
     try:
-        c = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        c = dict(json.loads((path / "config.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} holds no readable config.json of a Hugging Face model ({error}), nor a ckpt.pt") from None
-    rope = c.get("rope_parameters") or {**(c.get("rope_scaling") or {}), "rope_theta": c.get("rope_theta", 10000.0)}
+    rope = {"rope_theta": c.get("rope_theta", 10000.0), **(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     refused = [("model_type", c.get("model_type"), ("llama", "qwen2")), ("hidden_act", c.get("hidden_act", "silu"), ("silu",)),
                ("rope type", kind, ("default", "llama3")), ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
@@ -694,7 +697,7 @@ def config_from_hf(path):
         fields = {ours: c[theirs] for ours, theirs in names.items()} | {"vocab_size": c["vocab_size"]}
         if kind == "llama3":
             keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-            fields["rope_scaling"] = ":".join(f"{rope[key]:g}" for key in keys)
+            fields["rope_scaling"] = ":".join(f"{rope[key]:.12g}" for key in keys)
     except KeyError as error:
         raise ValueError(f"{path}/config.json has no {error}") from None
     d_h = c.get("head_dim") or fields["n_embd"] // fields["n_head"]
@@ -707,13 +710,13 @@ def config_from_hf(path):
 
 
 def from_pretrained(path, dtype=torch.float32):
-    """A Hugging Face Llama or Qwen2.5 folder (config.json and safetensors, in one file or sharded) -> Model with memory="none"."""
+    """A Hugging Face Llama or Qwen2.5 folder (config.json and safetensors, in one file or sharded) -> Model, nothing added to it."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ImportError("from_pretrained needs safetensors: pip install safetensors") from None
     path = Path(path)
-    config = Config(**config_from_hf(path), memory="none", qk_norm=False)
+    config = Config(**config_from_hf(path), **FOREIGN)
     with torch.device("meta"):
         model = Model(config).to(dtype)
     model.to_empty(device="cpu")

@@ -669,6 +669,9 @@ METHODS |= {
 
 # ---------------------------------------------------------------- foreign checkpoints
 
+FOREIGN = DENSE                   # fields of a foreign model's Config that its config.json does not decide
+
+
 def config_from_hf(path):
     """config.json of a Hugging Face Llama or Qwen2 folder -> the fields of Config. ValueError names what this file does not compute."""
     try:
@@ -702,13 +705,13 @@ def config_from_hf(path):
 
 
 def from_pretrained(path, dtype=torch.float32):
-    """A Hugging Face Llama or Qwen2.5 folder (config.json and safetensors, in one file or sharded) -> Model with upscale="base"."""
+    """A Hugging Face Llama or Qwen2.5 folder (config.json and safetensors, in one file or sharded) -> Model, nothing added to it."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ImportError("from_pretrained needs safetensors: pip install safetensors") from None
     path = Path(path)
-    config = Config(**config_from_hf(path), upscale="base")
+    config = Config(**config_from_hf(path), **FOREIGN)
     with torch.device("meta"):
         model = Model(config).to(dtype)
     model.to_empty(device="cpu")

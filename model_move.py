@@ -329,7 +329,7 @@ class Model(nn.Module):
         start = 0 if cache is None else cache.pos
         rotary = rotary_tables(start, idx.size(1), self.config.head_dim, idx.device)
         reading = self.read(idx)
-        x0 = x = rms_norm(self.embed(idx))                         # (B, T, d)
+        x0 = x = rms_norm(self.embed(idx))                     # (B, T, d)
         for block, resid, skip in zip(self.blocks, self.resid_lambda, self.x0_lambda):
             x = block(scaled_sum(resid, x, skip, x0), rotary, reading, cache)
         x = rms_norm(x)

@@ -44,6 +44,7 @@ import prepare_fineweb as pf
 import sample
 from experiments import analysis, tasks
 from experiments import run as runner
+from model_hiermem import Retriever, walk
 from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, load_meta, load_token_bytes, prepare
 
 torch.set_num_threads(1)                                       # sizes here are tiny
@@ -604,10 +605,11 @@ def test_main_and_a_quick_import(capsys):
 
 # ================================================================ kernels.py
 
-@pytest.fixture(params=["torch", "triton"])
+no_triton = pytest.mark.skipif(kernels.triton is None, reason="no Triton on this platform")
+
+
+@pytest.fixture(params=["torch", pytest.param("triton", marks=no_triton)])
 def backend(request, monkeypatch):
-    if request.param == "triton" and kernels.triton is None:
-        pytest.skip("no Triton here")
     monkeypatch.setattr(kernels, "BACKEND", request.param)
     return request.param
 
@@ -1125,7 +1127,7 @@ print(*sorted(compiled))
 
 
 @slow
-@pytest.mark.skipif(kernels.triton is None, reason="no Triton here")
+@no_triton
 def test_kernels_compile_for_hopper_without_a_gpu_and_without_atomics():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -1222,8 +1224,9 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
         for o in optimizers:
             o.step()
             o.zero_grad()
-    expected = math.log(61) + (0.5 if name == "hiermem" else 0)                     # OpenLM's logits have variance 1 at first
-    assert first == pytest.approx(expected, abs=0.35) and loss.item() < 0.7 * first
+    above = {"hiermem": 0.5, "ultramem": 0.2}.get(name, 0)     # half the variance of the logits, where their matrix does not start small
+    assert first == pytest.approx(math.log(61) + above, abs=0.1), "near log V + above"
+    assert loss.item() < 0.7 * first
     still = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
     assert not still, f"never updated: {still}"
 
@@ -1274,7 +1277,8 @@ def test_loss_is_the_mean_over_targets_and_chunks_do_not_matter(name, switches):
 
 LLAMA = ("lime", "ultramem", "midus", "hiermem")
 SHARED = {"attend": ("move", *LLAMA[:3]), "own_generator": ("move", *LLAMA), "Cache.append": ("move", *LLAMA), "Model.loss": ("move", *LLAMA),
-          "Model.new_cache": ("move", *LLAMA), "RMSNorm": LLAMA, "rotary_tables": LLAMA, "rotate": LLAMA, "MLP": LLAMA}
+          "Model.new_cache": ("move", *LLAMA), "RMSNorm": LLAMA, "rotary_tables": LLAMA, "rotate": LLAMA, "MLP": LLAMA,
+          "Model.logits": LLAMA, "rotary_frequencies": LLAMA[2:], "config_from_hf": LLAMA[2:], "from_pretrained": LLAMA[2:]}
 
 
 @pytest.mark.parametrize("piece", SHARED)
@@ -2191,8 +2195,6 @@ def test_ultramem_config_is_what_its_fields_rebuild():
         assert vars(C(**saved)) == saved, "a checkpoint's fields must build the same Config"
         assert C(**{**saved, "memory": "none"}).n_inner == saved["n_inner"], "--bench takes the memory away and nothing else"
 # ================================================================ model_midus.py: MIDUS-HML
-import model_midus
-
 MIDUS_SIZE = dict(n_layer=6, n_head=4, n_kv_head=2, n_embd=32, n_inner=40, vocab_size=61, block_size=16)
 
 
@@ -2695,8 +2697,6 @@ def test_midus_sft_on_instructions(midus_run, text_folder, tmp_path, monkeypatch
 
 
 # ================================================================ model_hiermem.py: hierarchical memories
-import model_hiermem
-from model_hiermem import Retriever, walk
 
 KINDS = ("ffn", "lora_qk", "lora_vo", "lora_ffn", "kv")
 TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
@@ -3741,9 +3741,8 @@ def test_source_hash_sees_code_alone(lab):
 def test_the_experiments_here_fit_their_models():
     """Each variant's keys are train.py's or its model's and make a Config; the claims are true of the paper's own numbers."""
     keys = set(re.findall(r"^(\w+) = ", (ROOT / "train.py").read_text().split("defaults =")[0], re.M)) | {"vocab_size"}
-    files = [path for path in (ROOT / "experiments").glob("*.py") if re.search("^variants = ", path.read_text(), re.M)
-             and (ROOT / f"model_{runpy.run_path(str(path))['model']}.py").exists()]
-    assert len(files) >= 4
+    files = [path for path in (ROOT / "experiments").glob("*.py") if re.search("^variants = ", path.read_text(), re.M)]
+    assert len(files) >= 5
     for path, scale in itertools.product(files, ("cpu", "gpu")):
         exp = runner.load_experiment(path, scale)
         assert all(runner.paper(exp, a, b) is None or runner.paper(exp, a, b) > 0 for a, b in runner.pairs(exp)), path

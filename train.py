@@ -43,7 +43,7 @@ learning_rate = -1.0            # RECIPE
 min_lr = 0.0                    # where the schedule ends
 schedule = ""                   # wsd (constant, then down linearly) | cosine: RECIPE, else cosine
 warmup_iters = -1               # RECIPE, else the fraction warmup of max_iters
-warmup = 0.02                   # RECIPE
+warmup = 0.02                   # fraction of the run over which the rate rises; RECIPE
 warmdown = 0.4                  # wsd: fraction of the run over which the rate falls
 weight_decay = 0.1              # RECIPE
 beta1 = 0.9                     # RECIPE
@@ -208,14 +208,14 @@ if config["dry_run"]:
     sys.exit(0)
 
 optimizers, wandb, step = build_optimizers(raw), None, 0
-progress = {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0, "curve": []}
+progress = {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0}
 if ckpt:
     raw.load_state_dict((raw.state_dict() if not resume and hasattr(module, "start") else {}) | ckpt["model"])   # what its start() left out is new
 if resume:
     for o, state in zip(optimizers, ckpt["optimizers"]):
         o.load_state_dict(state)
     torch.set_rng_state(ckpt["rng"])
-    step, progress = ckpt["step"], progress | ckpt["train"]
+    step, progress = ckpt["step"], ckpt["train"]
 if config["compile"]:
     net = torch.compile(net)
 if world > 1:
@@ -436,7 +436,7 @@ try:
         if (step % config["eval_interval"] == 0 or step == config["max_iters"]) and not (resume and step == first_step):
             values = evaluate()
             better = values["val_loss"] < progress["best"]
-            progress |= values | {"best": min(values["val_loss"], progress["best"]), "curve": progress["curve"] + [{"step": step, **values}]}
+            progress |= values | {"best": min(values["val_loss"], progress["best"])}
             text = f"{step:5}/{config['max_iters']} {score(**values)} | trained {clock(progress['train_seconds'])}"
             if master:
                 log_line(step=step, **values, train_seconds=progress["train_seconds"])
@@ -477,7 +477,8 @@ if master:
     from experiments.run import source_hash
     git = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=root, capture_output=True, text=True)
     seconds = float(np.median(step_times)) if step_times else None
-    result = {"model": config["model"], "seed": config["seed"], **progress, "train_loss": None if loss is None else float(loss), "params": counts,
+    curve = [line for line in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "val_loss" in line]
+    result = {"model": config["model"], "seed": config["seed"], **progress, "curve": curve, "train_loss": None if loss is None else float(loss), "params": counts,
               "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds, "tokens_per_second": seconds and config["batch_tokens"] / seconds,
               "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * config["batch_tokens"], "iters": step, "threads": torch.get_num_threads(),
               "device": torch.cuda.get_device_name() if gpu else f"{config['device']} {platform.machine()}", "torch": torch.__version__,
