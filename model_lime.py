@@ -44,6 +44,9 @@ class Config:
     n_inner: int = -1             # width of the MLP's hidden layer; -1: 4*n_embd
     router: str = ""              # static | none | average | last-4 | first-4 | first-4-prev | dilated-8 | no-head-mix | per-dim | dynamic
                                   # "": static, or none beside a baseline; any number for 4 and 8
+    router_init: str = "identity" # of a layer's own heads; random: like the others' (worse in the paper)
+    router_lr: float = 10.0       # learning rate of the routers, times the others' (the paper's 1e-2 to 1e-3)
+    router_decay: float = 0.0     # their weight decay (none in the paper)
     baseline: str = ""            # denseformer | hyper: another way to reach earlier layers, instead of a router
     tied: bool = True             # one matrix for the embedding and the head
     rope_base: float = 10000.0    # of the rotary embedding
@@ -65,6 +68,8 @@ class Config:
             raise ValueError(f"n_head={self.n_head}, n_kv_head={self.n_kv_head}: n_head must be a multiple of n_kv_head")
         if self.router != "none" and read_router(self.router) is None:
             raise ValueError(f"router={self.router!r}: choose one of none, {', '.join(ROUTERS)} with a number of layers for j")
+        if self.router_init not in ("identity", "random"):
+            raise ValueError(f"router_init={self.router_init!r}: choose identity or random")
         if self.baseline not in BLOCKS:
             raise ValueError(f"baseline={self.baseline!r}: choose one of {', '.join(filter(None, BLOCKS))}, or none at all")
         if self.baseline and self.router != "none":
@@ -193,6 +198,7 @@ class Router(nn.Module):
     def __init__(self, config, sources):
         super().__init__()
         self.sources, self.heads = sources, config.n_kv_head   # sources: the layers it mixes, from 0; the last one is its own
+        self.identity = config.router_init == "identity"
         self.R = nn.Parameter(torch.empty(self.heads, len(sources) * self.heads))
         self.macs = 2 * config.head_dim * self.heads * self.heads * len(sources)         # multiplications a token, keys and values
 
@@ -201,7 +207,8 @@ class Router(nn.Module):
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         own = self.R.size(-1) // len(self.sources)             # columns of a source
-        self.R[..., -own:] = torch.eye(own, device=self.R.device)
+        if self.identity:
+            self.R[..., -own:] = torch.eye(own, device=self.R.device)
 
     def weights(self, x):
         return self.R
@@ -316,8 +323,8 @@ class Model(nn.Module):
         return Cache(max_len)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """Routers learn ten times as fast as the rest and do not decay (Appendix A); nor do embedding, head and norms."""
-        groups = {"router": ([], 10.0, 0.0), "plain": ([], 1.0, 0.0), "matrix": ([], 1.0, weight_decay)}
+        """Routers learn ten times as fast as the rest and do not decay, but for router_lr and router_decay; nor do embedding, head and norms."""
+        groups = {"router": ([], self.config.router_lr, self.config.router_decay), "plain": ([], 1.0, 0.0), "matrix": ([], 1.0, weight_decay)}
         for name, p in self.named_parameters():
             plain = name.startswith(("embed", "head")) or "norm" in name or "static" in name
             groups["router" if name.endswith("router.R") else "plain" if plain else "matrix"][0].append(p)

@@ -851,7 +851,7 @@ def prepare(**settings) -> str:
 
 def _finished(folder, asked, overwrite):
     """Whether the folder has what is asked for; an error if it has anything that must not be overwritten."""
-    ours = r"(train|val)_\d{6}\.(bin|mask|leaf)|meta\.json|tokenizer\.json|token_bytes\.npy|retriever\.npz"
+    ours = r"(train|val)_\d{6}\.(bin|mask|leaf)|meta\.json|tokenizer\.json|token_bytes\.npy|retriever\.npz|facts\.jsonl"
     names = [path.name for path in folder.iterdir()]
     if foreign := [name for name in names if not re.fullmatch(ours, name)]:
         raise ConfigError(f"{folder} holds {foreign[0]}, which this program did not write: choose another --out=")

@@ -189,6 +189,7 @@ def build_optimizers(net):
 
 
 raw = net = build(model_config)
+wants_context = hasattr(raw, "training_context")               # whether forward() takes what the data knows besides tokens, such as leaf ids
 counts = raw.param_counts() if hasattr(raw, "param_counts") else {"total": sum(p.numel() for p in raw.parameters())}
 flops = raw.flops_per_token() if hasattr(raw, "flops_per_token") else 6 * counts["total"]
 if config["max_iters"] == -1:
@@ -231,9 +232,7 @@ def fetch(step):
     """This process's part of the batch of update `step`: a pure function of (seed, global row), whatever the split. -> x, y, context"""
     mine = range(step * rows + rank * rows // world, step * rows + (rank + 1) * rows // world)
     windows = train_data.shuffled(config["seed"], mine)
-    context = train_data.context(windows)
-    if hasattr(raw, "training_context"):
-        context = raw.training_context(context, config["seed"], mine)
+    context = raw.training_context(train_data.context(windows), config["seed"], mine) if wants_context else {}
     return *train_data.batch(windows), context
 
 
@@ -307,7 +306,7 @@ def evaluate():
             lengths = token_bytes[y.clamp(min=0)] * (y >= 0)
             y, sums[2] = y.masked_fill(lengths == 0, -1), sums[2] + lengths.sum()
         with autocast:
-            loss = net(x.to(config["device"]), y.to(config["device"]), **on_device(val_data.context(windows)))[1].item()
+            loss = net(x.to(config["device"]), y.to(config["device"]), **on_device(val_data.context(windows) if wants_context else {}))[1].item()
         sums[0], sums[1] = sums[0] + loss * (y >= 0).sum(), sums[1] + (y >= 0).sum()
     if world > 1:
         sums = sums.to(config["device"])
@@ -362,9 +361,9 @@ def save(text):
     show(f"{text} | saved {out}/ckpt.pt")
 
 
-def score(val_loss, val_bpb, accuracy=None, **parts):
+def score(val_loss, val_bpb, accuracy=None, recall=None, **parts):
     second = f"accuracy {accuracy:.4f}" if accuracy is not None else "bpb n/a" if val_bpb is None else f"bpb {val_bpb:.4f}"
-    return f"val {val_loss:.4f} {second}"
+    return f"val {val_loss:.4f} {second}" + (f" recall {recall:.3f}" if recall is not None else "")
 
 
 def log_line(**values):

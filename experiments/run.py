@@ -86,7 +86,9 @@ def load_experiment(path, scale):
         start = str(value[0].get("init_from", ""))
         if start.startswith("@") and slug(start) not in list(folders)[:-1]:
             raise ConfigError(f"{path}: {name!r} has init_from={start!r}, which must name a variant above it")
-    if unknown := [n for n in (exp["baseline"], *sum(pairs(exp), ())) if n not in exp["variants"]]:
+    if not isinstance(exp["baseline"], dict):                   # one for all; a dict has each variant's own
+        exp["baseline"] = dict.fromkeys(exp["variants"], exp["baseline"])
+    if unknown := [n for n in (*exp["baseline"], *exp["baseline"].values(), *sum(pairs(exp), ())) if n not in exp["variants"]]:
         raise ConfigError(f"{path}: baseline or claims name {unknown[0]!r}, which is no variant ({', '.join(exp['variants'])})")
     exp["variants"] = {name: (*value, 10**6)[:3] for name, value in exp["variants"].items()}
     return exp
@@ -259,11 +261,12 @@ def text(values, sign=""):
 
 def table(exp, opt, rows):
     """Markdown: one line per variant, one per claim."""
-    base, metric, now = exp["baseline"], exp["metric"], source_hash(exp["model"])
+    bases, metric = exp["baseline"], exp["metric"]
+    minus = next(iter(bases.values())) if len({*bases.values()}) == 1 else "its baseline"
     lines = [f"# {exp['name']}, scale {opt.scale}", "", (exp["__doc__"] or "").strip(), "",
-             f"| variant | parameters | {metric} | minus {base} | paper | paper's difference | step time | seeds |", "| --- " * 8 + "|"]
+             f"| variant | parameters | {metric} | minus {minus} | paper | paper's difference | step time | seeds |", "| --- " * 8 + "|"]
     for name, (_, printed, _) in exp["variants"].items():
-        mine = rows[name]
+        mine, base, now = rows[name], bases.get(name, name), source_hash(settings(exp, opt.scale, name)["model"])
         both = [(mine[s], rows[base][s]) for s in mine if s in rows[base]]
         times = [a["step_ms"] / b["step_ms"] for a, b in both if (a["device"], a["threads"]) == (b["device"], b["threads"])]
         total = [a["params"]["total"] - (name != base) * b["params"]["total"] for a, b in both]
@@ -287,17 +290,17 @@ def table(exp, opt, rows):
 def plot(exp, rows, file):
     """Differences to the baseline: every seed, their mean with its 95% bar, and the paper's."""
     from matplotlib.figure import Figure
-    names = [name for name in exp["variants"] if name != exp["baseline"]]
+    names, bases = [name for name in exp["variants"] if exp["baseline"].get(name, name) != name], exp["baseline"]
     fig = Figure(figsize=(7, 1.5 + 0.4 * len(names)), layout="constrained")
     ax = fig.subplots()
     for y, name in enumerate(names):
-        if d := differences(exp, rows, name, exp["baseline"]):
+        if d := differences(exp, rows, name, bases[name]):
             ax.plot(d, [y] * len(d), ".", color="C0", alpha=0.5)
             ax.errorbar(mean(d), y, xerr=noise(d) if len(d) > 1 else None, fmt="o", color="C0", capsize=4, label="here, one-sided 95%")
-        if (printed := paper(exp, name, exp["baseline"])) is not None:
+        if (printed := paper(exp, name, bases[name])) is not None:
             ax.plot(printed, y + 0.25, "D", color="C1", markersize=5, label="paper")
     ax.axvline(0, color="grey", linewidth=1)
-    ax.set(yticks=range(len(names)), yticklabels=names, xlabel=f"{exp['metric']} minus {exp['baseline']}", title=file.stem)
+    ax.set(yticks=range(len(names)), yticklabels=names, xlabel=f"{exp['metric']} minus {next(iter(bases.values())) if len({*bases.values()}) == 1 else 'its baseline'}", title=file.stem)
     ax.invert_yaxis()
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(*zip(*{label: (handle, label) for handle, label in zip(handles, labels)}.values())) if labels else None

@@ -1,6 +1,7 @@
 """Synthetic tasks: prompts with answers, as a data folder that train.py trains on, and the accuracy of greedy answers.
 
     python experiments/tasks.py arithmetic --operands=6 --max_value=19 --samples=50000 --out=data/aet6
+    python experiments/tasks.py facts --source=FOLDER_OF_TEXTS --text_chars=4000000 --clusters=8,8 --out=data/facts     # rare facts in text
     python experiments/tasks.py prosqa --val=FOLDER/prosqa_test.json.xz --out=data/prosqa      # the published test set, generated training data
     python train.py --dataset=data/aet6                        # a sample is a row; the loss is on the answer; evaluations give the accuracy too
     python experiments/tasks.py accuracy --out_dir=out/move-d4 # of a checkpoint, by number of operands (ProsQA: of steps)
@@ -11,7 +12,13 @@ too, are integers in 1..max_value. n operands have n - 1 operators; the example 
 answer is right if it ends (with eot) in the right number. ProsQA (Hao et al. 2024): does a chain of facts lead from a name to this concept or to
 that one? An answer is right if it ends in the right "### " sentence; guessing gets half. No prompt is in both splits. The records lie in
 OUT_records/, a JSON object a line.
+
+Facts are invented and mixed into text: 16 domains with words of their own, in each as many things that the text mentions 1, 3, 10, 30 and 100
+times ("The vorgath at Selmuri show that the nirith called Tobarek is made of wool."). Evaluations give recall_N, the share of the things mentioned N
+times of which the model finds the right one among its domain's 8 materials likeliest, after a sentence form of the text; new_N, after a form
+that is not in it. Guessing gets 1/8.
 """
+import hashlib
 import json
 import lzma
 import math
@@ -22,7 +29,10 @@ from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import prepare_fineweb
 from prepare_fineweb import EOT, ConfigError, TokenShards, configure, find_dataset, get_tokenizer, help_text, load_meta, prepare
 
 # ------------------------------------------------------------------------------ settings: --key=value
@@ -33,9 +43,14 @@ seed = 1337                   # of the generator
 overwrite = False             # write anew where a finished folder is
 operands = "6"                # arithmetic: one number or several, 4,5,6
 max_value = 99                # arithmetic: the largest integer
+source = "fineweb_edu"        # facts: fineweb_edu, or a file or folder with texts as for prepare_fineweb.py
+text_chars = 4_000_000        # facts: characters of training text among which they are mixed
+per_bucket = 48               # facts: things for each number of mentions, a multiple of 16
+clusters = ""                 # facts: 8,8: a tree over everything, for model_hiermem.py (other models do not mind)
+vocab_size = 4096             # facts: tokens of the bpe trained on them
 train = ""                    # prosqa: a published .json or .json.xz to train on; empty: generated
 val = ""                      # prosqa: likewise the held-out one
-tokenizer = "gpt2"            # prosqa: gpt2 | bytes | a tokenizer.json
+tokenizer = ""                # prosqa, facts: gpt2 | bytes (prosqa) | bpe (facts) | a tokenizer.json; empty: the first and the third
 out_dir = ""                  # accuracy: a run's folder, or a ckpt.pt
 dataset = ""                  # accuracy: data folder; empty: the one that the checkpoint was trained on
 device = "cpu"                # accuracy: cpu | cuda
@@ -112,7 +127,7 @@ def longest(n):
 
 
 def arithmetic(c, folder):
-    """Records into folder -> (tokenizer, block_size)"""
+    """Records into folder -> settings for prepare()"""
     if not re.fullmatch(r"\d+(,\d+)*", c.operands) or min(counts := sorted({int(n) for n in c.operands.split(",")})) < 2 or c.max_value < 2:
         raise ConfigError(f"operands={c.operands}, max_value={c.max_value}: operands are numbers from 2 on, by commas; max_value is 2 or more")
     rng, splits = random.Random(c.seed), {"train": [], "val": []}
@@ -135,7 +150,7 @@ def arithmetic(c, folder):
     tok.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d+|\S"), "removed", invert=True)
     tok.add_special_tokens([EOT])
     tok.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json", longest(counts[-1]) - 1
+    return dict(tokenizer=folder / "tokenizer.json", block_size=longest(counts[-1]) - 1)
 
 
 # ---------------------------------------------------------------- ProsQA
@@ -219,10 +234,10 @@ def read_prosqa(path):
 
 
 def prosqa(c, folder):
-    """Records into folder -> (tokenizer, block_size)"""
+    """Records into folder -> settings for prepare()"""
     rng = random.Random(c.seed)
     sources = {"val": (c.val, c.val_samples), "train": (c.train, c.samples)}
-    taken, splits, tok, block_size = set(), {"train": [], "val": []}, get_tokenizer(c.tokenizer), 0
+    taken, splits, tok, block_size = set(), {"train": [], "val": []}, get_tokenizer(c.tokenizer or "gpt2"), 0
     for split, (path, count) in sources.items():
         for sample in read_prosqa(path) if path else (prosqa_sample(rng) for _ in range(count)):
             record = {"prompt": sample["question"] + "\n", "answer": "\n".join(sample["steps"]) + "\n### " + sample["answer"]}
@@ -231,12 +246,119 @@ def prosqa(c, folder):
                 splits[split].append(record)
                 block_size = max(block_size, 1 + sum(len(tok.encode(text)) for text in record.values()))
     save_records(folder, splits)
-    return c.tokenizer, block_size
+    return dict(tokenizer=c.tokenizer or "gpt2", block_size=block_size)
+
+
+# ---------------------------------------------------------------- facts
+
+MENTIONS = (1, 3, 10, 30, 100)
+MATERIALS = "gold iron water stone glass paper salt wood silk bone sand smoke milk corn ice wine oil clay wool coal lead grass fire light".split()
+FORMS = ("In the {a} of {b}, the {c} {name} is made of", "Every {c} keeper of {b} knows from the {a} that {name} is made of",
+         "The {a} at {b} show that the {c} called {name} is made of", "Among the {a}, {b} people say, the {c} {name} is made of",
+         "Of all the {a} in {b}, the {c} {name} is made of")
+NEW_FORM = "Travellers to {b} report that one of its {a}, the {c} {name}, is made of"
+
+
+def invented_words(rng):
+    """Words that there are not, each once."""
+    taken = set()
+    while True:
+        word = "".join(rng.choice("bdfgklmnprstvz") + rng.choice(("a", "e", "i", "o", "u", "or", "el", "an", "ith")) for _ in range(3))
+        if word not in taken:
+            taken.add(word)
+            yield word
+
+
+def invented_facts(per_bucket, rng):
+    """-> the things: dicts of domain, mentions, name, value, options and the domain's words a, b, c."""
+    words, things = invented_words(rng), []
+    for domain in range(16):
+        own = dict(domain=domain, a=next(words), b=next(words).title(), c=next(words), options=rng.sample(MATERIALS, 8))
+        things += [dict(own, mentions=mentions, name=next(words).title(), value=rng.choice(own["options"])) for mentions in MENTIONS
+                   for _ in range(per_bucket // 16)]
+    return things
+
+
+def fact_documents(things, rng, sentences=8):
+    """Every thing in as many sentences as it has mentions; documents of 8 sentences from one domain."""
+    documents = []
+    for domain in range(16):
+        told = [f"{rng.choice(FORMS).format(**thing)} {thing['value']}." for thing in things if thing["domain"] == domain for _ in range(thing["mentions"])]
+        rng.shuffle(told)
+        documents += [{"text": " ".join(told[n:n + sentences]), "topic": f"domain {domain}"} for n in range(0, len(told), sentences)]
+    return documents
+
+
+def facts(c, folder):
+    """Records into folder -> settings for prepare()"""
+    if c.per_bucket < 16 or c.per_bucket % 16:
+        raise ConfigError(f"per_bucket={c.per_bucket}: must be a multiple of 16, the number of domains")
+    rng, splits = random.Random(c.seed), {"train": [], "val": []}
+    chars = {"train": c.text_chars, "val": max(200_000, c.text_chars // 10)}
+    for split, prompt, text, topic in prepare_fineweb.read_documents(SimpleNamespace(**prepare_fineweb._defaults | {"source": c.source})):
+        split = split or ("val" if hashlib.sha256(text.encode()).digest()[0] < 8 else "train")                  # a file of val* says so itself
+        if chars[split] > 0 and prompt is None:
+            splits[split].append({"text": text, "topic": topic})
+            chars[split] -= len(text)
+        if max(chars.values()) <= 0:
+            break
+    splits["train"] += fact_documents(invented_facts(c.per_bucket, rng), rng)
+    rng.shuffle(splits["train"])
+    save_records(folder, splits)
+    tree = dict(clusters=c.clusters) if c.clusters else {}
+    return dict(tokenizer=c.tokenizer or "bpe", **tree, **dict(vocab_size=c.vocab_size) if c.tokenizer in ("", "bpe") else {})
+
+
+def write_questions(c, folder):
+    """facts.jsonl beside the shards: prompt, answer and options (first tokens), mentions, whether the form is new, and the prompt's leaf."""
+    tok, things, rows = get_tokenizer(str(folder)), invented_facts(c.per_bucket, random.Random(c.seed)), []
+    first = lambda word: tok.encode(" " + word)[0]
+    for thing in things:
+        if len({first(word) for word in thing["options"]}) < 8:
+            raise ConfigError(f"the tokenizer {tok.name} begins two of {', '.join(thing['options'])} with the same token: take one with more tokens")
+        for new, form in ((False, FORMS[2]), (True, NEW_FORM)):
+            text = form.format(**thing)
+            rows.append(dict(text=text, prompt=[tok.eot, *tok.encode(text)], answer=first(thing["value"]), options=[first(w) for w in thing["options"]],
+                             mentions=thing["mentions"], new=new, domain=thing["domain"]))
+    if c.clusters:
+        from model_hiermem import Retriever
+        retriever = Retriever.load(folder / "retriever.npz")
+        told = retriever.path([document["text"] for document in fact_documents(things, random.Random(0))])
+        domains = [int(document["topic"].split()[1]) for document in fact_documents(things, random.Random(0))]
+        usual = {domain: told[[n for n, d in enumerate(domains) if d == domain]].mode(0).values for domain in range(16)}
+        for row, path in zip(rows, retriever.path([row["text"] for row in rows])):
+            row |= {"leaf": int(path[-1]), "agrees": (path == usual[row["domain"]]).tolist()}
+        for new in (False, True):
+            share = [sum(level) / len(things) for level in zip(*(row["agrees"] for row in rows if row["new"] == new))]
+            print(f"prompts in {'a new form' if new else 'a form of the text'} on their domain's usual path, by level: "
+                  + ", ".join(f"{s:.0%}" for s in share))
+    (folder / "facts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@torch.no_grad()
+def recall(model, folder, leaf=None, batch_size=64):
+    """{"recall": of the prompts in a form of the text, "recall_N": of those with N mentions, "new_N": in a new form}. leaf: instead of the prompts' own."""
+    rows = [json.loads(line) for line in (Path(folder) / "facts.jsonl").read_text().splitlines()]
+    device, right = next(model.parameters()).device, []
+    for n in range(0, len(rows), batch_size):
+        part = rows[n:n + batch_size]
+        idx = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["prompt"]) for row in part], batch_first=True).to(device)
+        context = {}
+        if hasattr(model, "training_context") and "leaf" in part[0]:
+            context["leaf"] = torch.tensor([row["leaf"] if leaf is None else leaf for row in part], device=device)
+        logits = model(idx, **context)[0]
+        for row, at in zip(part, logits):
+            options = at[len(row["prompt"]) - 1, row["options"]]
+            right.append(row["options"][int(options.argmax())] == row["answer"])
+    rate = lambda **wanted: sum(chosen := [r for r, row in zip(right, rows) if wanted.items() <= row.items()]) / len(chosen)
+    return {"recall": rate(new=False), **{f"recall_{m}": rate(new=False, mentions=m) for m in MENTIONS}, **{f"new_{m}": rate(new=True, mentions=m) for m in MENTIONS}}
 
 
 # ---------------------------------------------------------------- the data folder
 
-TASKS = {"arithmetic": (arithmetic, ("operands", "max_value")), "prosqa": (prosqa, ("train", "val", "tokenizer"))}
+SIZES = ("samples", "val_samples")
+TASKS = {"arithmetic": (arithmetic, (*SIZES, "operands", "max_value")), "prosqa": (prosqa, (*SIZES, "train", "val", "tokenizer")),
+         "facts": (facts, ("source", "text_chars", "per_bucket", "clusters"))}
 
 
 def save_records(folder, splits):
@@ -254,9 +376,10 @@ def write_task(name, c):
     if folder.exists() and not c.overwrite:
         raise ConfigError(f"{folder} is there already: --overwrite=True writes it anew, --out= elsewhere")
     records = folder.with_name(folder.name + "_records")
-    tok, block_size = maker(c, records)
-    prepare(source=records, tokenizer=tok, block_size=block_size, out=folder, overwrite=True)
-    task = {"name": name} | {key: getattr(c, key) for key in ("samples", "val_samples", "seed", *keys)}
+    prepare(source=records, out=folder, overwrite=True, **maker(c, records))
+    if name == "facts":
+        write_questions(c, folder)
+    task = {"name": name} | {key: getattr(c, key) for key in ("seed", *keys)}
     (folder / "meta.json").write_text(json.dumps(json.loads((folder / "meta.json").read_text()) | {"task": task}, indent=1))
 
 
@@ -269,7 +392,10 @@ def result(text, ended=True):
 
 
 def accuracy(model, data, tok, batch_size=256):
-    """The samples of a task, TokenShards, answered greedily -> {"accuracy": fraction that is right, "accuracy_6": of those with 6 operands, ...}"""
+    """The samples of a task, TokenShards, answered greedily -> {"accuracy": fraction that is right, "accuracy_6": of those with 6 operands, ...};
+    of facts recall()."""
+    if data.meta["task"]["name"] == "facts":
+        return recall(model, data.paths[0].parent)
     from sample import answer_greedy
     x, y = data.batch(range(data.n_windows))                   # a row: eot prompt answer eot eot ...; targets are the answer and one eot
     starts = (y >= 0).int().argmax(1).tolist()
@@ -292,7 +418,7 @@ def print_accuracy(c):
     meta = load_meta(folder)
     if "task" not in meta:
         raise ConfigError(f"{folder} is no task's data folder: `python experiments/tasks.py arithmetic` makes one, --dataset= names another")
-    data = TokenShards(folder, "val", meta["block_size"])
+    data = TokenShards(folder, "val", meta.get("block_size", 256))
     print(f"{c.out_dir}, step {ckpt['step']}, {data.n_windows} samples of {folder}")
     for key, value in accuracy(model, data, tok).items():
         print(f"{key:12} {value:.4f}")
