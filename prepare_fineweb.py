@@ -671,7 +671,7 @@ def _write(c, folder):
     else:
         print(f"no bits per byte with this tokenizer: its tokens make {known_bytes:,} bytes, the text has {total:,}")
     window = {"block_size": c.block_size} if c.block_size else {}
-    if c.clusters:
+    if c.clusters and all(counts["documents"].values()):              # else _build() holds out more of them
         window |= _cluster(c, folder, tok, topics, tokens)
     state = hashlib.sha256()
     for path in sorted(p for kind in ("bin", "mask", "leaf") for p in folder.glob(f"*.{kind}")):

@@ -3742,17 +3742,22 @@ def test_the_experiments_here_fit_their_models():
     """Each variant's keys are train.py's or its model's and make a Config; the claims are true of the paper's own numbers."""
     keys = set(re.findall(r"^(\w+) = ", (ROOT / "train.py").read_text().split("defaults =")[0], re.M)) | {"vocab_size"}
     files = [path for path in (ROOT / "experiments").glob("*.py") if re.search("^variants = ", path.read_text(), re.M)]
-    assert len(files) >= 5
+    assert len(files) >= 12
     for path, scale in itertools.product(files, ("cpu", "gpu")):
         exp = runner.load_experiment(path, scale)
         assert all(runner.paper(exp, a, b) is None or runner.paper(exp, a, b) > 0 for a, b in runner.pairs(exp)), path
         for name in exp["variants"]:
-            chosen, module = runner.settings(exp, scale, name), importlib.import_module(f"model_{exp['model']}")
+            chosen = runner.settings(exp, scale, name)
+            module = importlib.import_module(f"model_{chosen['model']}")
             fields = {k: v for k, v in chosen.items() if k in module.Config.__dataclass_fields__}
             assert chosen.keys() <= keys | fields.keys(), (path, name)
             assert not chosen.get("dense") or not fields.keys() & module.DENSE.keys()
-            module.Config.from_depth(chosen["depth"], **fields)
-            assert runner.slug(name) and chosen["batch_tokens"] % chosen["block_size"] == 0
+            fields |= module.DENSE if chosen.get("dense") else {}
+            if "preset" in chosen:
+                module.Config(**{**module.PRESETS[chosen["preset"]], **fields})
+            else:
+                module.Config.from_depth(chosen["depth"], **fields)
+            assert runner.slug(name) and chosen["batch_tokens"] % chosen.get("block_size", 256) == 0
 
 
 def test_exchange_rate_same_flops():
@@ -3927,6 +3932,106 @@ def test_bad_task_settings_and_files_are_named(flags, message, tmp_path, monkeyp
     with pytest.raises(ConfigError) as error:
         tasks.main(["--samples=300", "--val_samples=3", "--tokenizer=bytes", "--out=new", *flags])
     assert message in str(error.value) and not Path("new").exists()
+
+
+def test_which_memory_counts_equal_time_by_the_baselines_longer_run(tmp_path):
+    from experiments import which_memory as w
+    bpb = {"dense": (2.0, 2.02), "x1.5": (1.9,), "memory": (1.95, 1.98), "base": (2.0, 2.0), "continued": (1.8, 1.8), "MIDUS": (1.9, 1.9)}
+    values = {name: bpb["x1.5" if "x1.5" in name else "continued" if "continued" in name else "base" if name == "MIDUS base" else "dense" if "dense" in name
+                        else "MIDUS" if name == "MIDUS" else "memory"] for name in w.variants}
+    rows = {name: {seed: dict(val_bpb=v, params={"total": 100 + 7 * (name in w.memories)}, **{f"recall_{m}": m / 200 for m in w.MENTIONS})
+                   for seed, v in enumerate(vs)} for name, vs in values.items()}
+    measured = {"machine": "toy", "ratios": {title: dict(step=1.5, decode=0.5, memory=2.0) for title in w.memories}}
+    lines = {line.split(" | ")[0][2:]: line.split(" | ") for line in w.table(rows, measured).split("\n\n")[0].splitlines()}
+    assert lines["MoVE"][1:5] == ["+7", "1.50x", "2.00x", "0.50x"] and lines["MoVE"][6] == "+0.0450 ± 0.0071"
+    assert lines["MoVE"][7] == f"{0.045 - 0.1:+.4f}", "a step of 1.5 times buys the baseline what its run of 1.5 times the tokens gained"
+    assert lines["MIDUS"][6:9] == ["-0.1000 ± 0.0000", f"{-0.1 - 0.2 * math.log2(1.5):+.4f}", "worse"]
+    assert lines["MoVE"][8] == "better; not at equal time"
+    w.pictures(rows, measured, tmp_path / "toy")
+    assert (tmp_path / "toy-gain.png").exists() and (tmp_path / "toy-recall.png").exists()
+
+
+class Witness(torch.nn.Module):
+    """Has read the facts: finds the right token likeliest, if it was mentioned often enough; else the first option."""
+
+    def __init__(self, folder, least, forms):
+        super().__init__()
+        rows = [json.loads(line) for line in (folder / "facts.jsonl").open()]
+        self.weight, self.leaves = torch.nn.Parameter(torch.zeros(1)), []
+        self.next = {tuple(r["prompt"]): r["answer"] if r["mentions"] >= least and r["new"] in forms else r["options"][r["options"][0] == r["answer"]] for r in rows}
+
+    def training_context(self):
+        pass
+
+    def forward(self, idx, leaf=None):
+        self.leaves += [None] if leaf is None else leaf.tolist()
+        logits = torch.zeros(*idx.shape, 1500)
+        for row, at in zip(idx.tolist(), logits):
+            for n in range(len(row)):
+                at[n, self.next.get(tuple(row[:n + 1]), 0)] = 1
+        return logits, None
+
+
+@pytest.fixture(scope="module")
+def facts_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("facts")
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices("the a tree sun rain day goes falls long over under when".split(), k=80)) for _ in range(40)]
+    write_jsonl(folder / "source" / "texts.jsonl", [{"text": f"{text} {n}"} for n, text in enumerate(texts)])
+    return task_folder(folder, "facts", f"--source={folder / 'source'}", "--text_chars=12000", "--per_bucket=16", "--vocab_size=1500", "--clusters=2,2")
+
+
+def test_facts_are_mentioned_as_often_as_their_bucket_says(facts_folder):
+    folder, records = facts_folder
+    told = [r["text"] for r in records["train"] if " is made of " in r["text"] or " are made of " in r["text"]]
+    sentences = [sentence for text in told for sentence in text.split(". ")]
+    rows = [json.loads(line) for line in (folder / "facts.jsonl").open()]
+    assert len(rows) == 2 * 5 * 16 and not any("made of" in r["text"] for r in records["val"])
+    tok, outside = get_tokenizer(str(folder)), [r["text"] for r in records["train"] if r["text"] not in told]
+    assert 12000 <= sum(map(len, outside)) < 13000 and len({tok.decode(r["prompt"]) for r in rows}) == len(rows)
+    for row in rows:
+        assert len(set(row["options"])) == 8 and row["answer"] in row["options"] and row["prompt"] == [tok.eot, *tok.encode(row["text"])]
+        name = re.search(r"(\w+),? is made of$", row["text"])[1]
+        about = [sentence for sentence in sentences if f" {name} is made of" in sentence]
+        assert len(about) == row["mentions"] and {s.rstrip(".").split()[-1] for s in about} == {tok.decode([row["answer"]]).strip()}
+        assert any(s.startswith(row["text"]) for s in about) <= (not row["new"]), "the new form is in no text"
+
+
+@pytest.mark.parametrize("least, forms, old, new", [(1, (False, True), [1] * 5, [1] * 5), (10, (False,), [0, 0, 1, 1, 1], [0] * 5)])
+def test_recall_is_by_mentions_and_by_form(least, forms, old, new, facts_folder):
+    model = Witness(facts_folder[0], least, forms)
+    got = tasks.recall(model, facts_folder[0], batch_size=7)
+    assert [got[f"recall_{m}"] for m in tasks.MENTIONS] == old and [got[f"new_{m}"] for m in tasks.MENTIONS] == new and got["recall"] == np.mean(old)
+    assert model.leaves == [json.loads(line)["leaf"] for line in (facts_folder[0] / "facts.jsonl").open()], "each prompt fetches its own leaf"
+    tasks.recall(model, facts_folder[0], leaf=-1)
+    assert set(model.leaves[160:]) == {-1}
+
+
+def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp_path, capsys):
+    size = ["--depth=1", f"--dataset={facts_folder[0]}", "--max_iters=1", "--batch_tokens=512", "--eval_tokens=512", "--sample_tokens=0", "--n_embd=32"]
+    for model in ("lime", "hiermem"):                          # one that knows nothing of leaves, and one that fetches
+        train(f"--model={model}", *size, f"--out_dir={tmp_path / model}", *["--ranks=4,2"] * (model == "hiermem"), "--n_head=2")
+        result = json.loads((tmp_path / model / "result.json").read_text())
+        assert 0 <= result["recall"] <= 0.5 and f"recall {result['recall']:.3f}" in capsys.readouterr().out and "new_100" in result
+    analysis.main(["retrieval", f"--runs={tmp_path / 'hiermem'}"])
+    found = json.loads((tmp_path / "hiermem" / "analysis_retrieval.json").read_text())[str(tmp_path / "hiermem")]
+    assert list(found) == ["whole sequence", "first 32 tokens", "wrong", "generic", "none"] and (tmp_path / "hiermem" / "analysis_retrieval.png").exists()
+    assert found["first 32 tokens"].keys() == found["none"].keys() == {"loss", *(k for k in result if k.startswith(("recall", "new_")))}
+    with pytest.raises(ConfigError, match="is for --model=hiermem"):
+        analysis.main(["retrieval", f"--runs={tmp_path / 'lime'}"])
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--per_bucket=20"], "per_bucket=20: must be a multiple of 16"), (["--tokenizer=bytes"], "begins two of"),
+    (["--source=LICENSE"], "LICENSE is not a .txt"), (["--source=one.txt"], "has too few texts: 1 to train on, 0 held out|0 to train on, 1 held out"),
+])
+def test_facts_errors(flags, message, tmp_path, facts_folder, monkeypatch):
+    source = facts_folder[0].parent / "source"
+    monkeypatch.chdir(tmp_path)
+    Path("one.txt").write_text("one text")
+    Path("LICENSE").write_text("")
+    with pytest.raises(ConfigError, match=message):
+        tasks.main(["facts", f"--source={source}", "--text_chars=3000", f"--out={tmp_path / 'new'}", *flags])
 
 
 # ---------------------------------------------------------------- experiments/analysis.py

@@ -61,7 +61,7 @@ device = ""                     # cuda | mps | cpu
 dtype = ""                      # float32 | bfloat16: autocast; parameters stay fp32
 compile = -1                    # 0 | 1: torch.compile
 dry_run = False                 # print parameters, FLOPs and memory, and stop
-bench = False                   # time some steps on random tokens beside the dense baseline, and stop
+bench = False                   # time some steps (of the dataset, else random tokens) beside the dense baseline, and stop
 profile = False                 # trace a few steps into out_dir/trace.json, and stop
 wandb_log = False               # log to Weights & Biases (pip install wandb)
 wandb_project = "nanomem"       # its project
@@ -140,7 +140,7 @@ try:
     ckpt, resume = load_start(config, given, overrides, module), config["init_from"] == "resume"
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if config["device"].startswith("cuda") else "gloo")
-    idle = config["dry_run"] or config["bench"]
+    idle = config["dry_run"] or config["bench"] and not config["dataset"]
     folder = None if idle and not config["dataset"] else find_dataset(config["dataset"])
     config["dataset"] = str(folder or "")
     meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
@@ -330,9 +330,10 @@ if config["bench"]:                                            # the model and i
     times = {name: [] for name in racers}
     for i in range(15):                                        # three to warm up, twelve that count
         batch = torch.from_numpy(draw.choice(len(zipf), size=(rows, config["block_size"] + 1), p=zipf / zipf.sum()))
+        x, y, context = fetch(i) if folder else (batch[:, :-1], batch[:, 1:], {})
         for name, (racer, base, its_optimizers) in racers.items():
             start = time.perf_counter()
-            train_step(racer, list(base.parameters()), its_optimizers, batch[:, :-1], batch[:, 1:], {}, min(i, config["max_iters"] - 1))
+            train_step(racer, list(base.parameters()), its_optimizers, x, y, context, min(i, config["max_iters"] - 1))
             times[name] += [time.perf_counter() - start] * (i >= 3)
     for name, seconds in ((name, float(np.median(t))) for name, t in times.items()):
         pace, ratio = config["batch_tokens"] / seconds, seconds / float(np.median(times.get("dense", times["model"])))

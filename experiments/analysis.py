@@ -3,6 +3,7 @@
     python experiments/analysis.py entropy --runs=out/lime-d4,out/lime-d4-dense            # Renyi entropy of values and hidden states
     python experiments/analysis.py separability --runs=out/lime-d4,out/lime-d4-dense       # of is, are, was, were, by a linear classifier
     python experiments/analysis.py blimp --blimp=FOLDER --runs=out/lime-d4,out/lime-d4-dense    # grammatical or not? by a linear classifier
+    python experiments/analysis.py retrieval --runs=out/hiermem-d4                         # loss with fetched, generic, wrong and no memories
     python experiments/analysis.py router --runs=out/lime-d4                               # which layers each layer reads
 
 Values are what a layer's attention sums up, after a router or another memory has mixed them; hidden states are what its block puts out. Writes
@@ -183,6 +184,47 @@ def probe_blimp(model, tok, folder, c):
             for kind in tasks[0]}
 
 
+# ---------------------------------------------------------------- hierarchical memories
+
+@torch.no_grad()
+def retrieval(model, tok, folder, c, prefix=32):
+    """Losses (nats) of the validation tokens after the first 32 of each sequence, and where the folder has facts their recall, by what is fetched: the
+    memories of the whole sequence's leaf (which has seen the targets), of the first 32 tokens' path, of another sequence's leaf, the generic ones, none."""
+    from model_hiermem import Retriever
+    from experiments.tasks import recall
+    if not getattr(model.config, "retriever", ""):
+        raise ConfigError("`retrieval` is for --model=hiermem, trained with memories on data with a tree")
+    data, found = TokenShards(folder, "val", model.config.block_size), {}
+    windows = range(min(data.n_windows, c.sequences * 4))
+    x, y = data.batch(windows)
+    y[:, :prefix], whole = -1, data.context(windows)["leaf"]
+    asked = Retriever.load(Path(folder, "retriever.npz")).path([tok.decode(row[1:prefix + 1].tolist()) for row in x])[:, -1]
+    modes = {"whole sequence": whole, "first 32 tokens": asked, "wrong": whole.roll(1), "generic": torch.full_like(whole, -1), "none": None}
+    for mode, leaf in modes.items():
+        sums = torch.zeros(2, dtype=torch.float64)
+        for at in torch.arange(len(x)).split(16):
+            loss = model(x[at].to(c.device), y[at].to(c.device), leaf=None if leaf is None else leaf[at].to(c.device))[1].item()
+            sums += torch.tensor([loss, 1.0]) * (y[at] >= 0).sum()
+        found[mode] = {"loss": float(sums[0] / sums[1])}
+        if Path(folder, "facts.jsonl").exists() and mode in ("first 32 tokens", "generic", "none"):
+            found[mode] |= recall(model, folder, {"first 32 tokens": "", "generic": -1, "none": None}[mode])
+    return found
+
+
+def draw_retrieval(file, found, label):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(7, 1 + 1.5 * len(found)), layout="constrained")
+    for axes, (run, modes) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found.items()):
+        print(run)
+        for mode, values in modes.items():
+            print(f"  {mode:16}", *(f"{key} {value:.4f}" for key, value in values.items()), sep="  ")
+        losses = [values["loss"] for values in modes.values()]
+        axes.barh(list(modes), losses)
+        axes.invert_yaxis()
+        axes.set(title=run, xlabel=label, xlim=(min(losses) - 0.1, max(losses) + 0.02))
+    figure.savefig(file, dpi=120)
+
+
 # ---------------------------------------------------------------- routers
 
 def router_maps(model, tok, folder, c):
@@ -231,7 +273,7 @@ def draw_router(file, found, label):
 
 
 ANALYSES = {"entropy": (entropy, draw_layers, "Renyi entropy (nats)"), "separability": (separability, draw_layers, "accuracy"),
-            "blimp": (probe_blimp, draw_layers, "accuracy"), "router": (router_maps, draw_router, "share")}
+            "blimp": (probe_blimp, draw_layers, "accuracy"), "retrieval": (retrieval, draw_retrieval, "validation loss (nats)"), "router": (router_maps, draw_router, "share")}
 
 
 def main(argv):

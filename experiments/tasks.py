@@ -296,12 +296,14 @@ def facts(c, folder):
     rng, splits = random.Random(c.seed), {"train": [], "val": []}
     chars = {"train": c.text_chars, "val": max(200_000, c.text_chars // 10)}
     for split, prompt, text, topic in prepare_fineweb.read_documents(SimpleNamespace(**prepare_fineweb._defaults | {"source": c.source})):
-        split = split or ("val" if hashlib.sha256(text.encode()).digest()[0] < 8 else "train")                  # a file of val* says so itself
+        split = split or ("val" if hashlib.sha256(text.encode()).digest()[0] < 26 else "train")      # a tenth; a file of val* says so itself
         if chars[split] > 0 and prompt is None:
             splits[split].append({"text": text, "topic": topic})
             chars[split] -= len(text)
         if max(chars.values()) <= 0:
             break
+    if not all(splits.values()):
+        raise ConfigError(f"source={c.source} has too few texts: {len(splits['train'])} to train on, {len(splits['val'])} held out")
     splits["train"] += fact_documents(invented_facts(c.per_bucket, rng), rng)
     rng.shuffle(splits["train"])
     save_records(folder, splits)
@@ -336,8 +338,9 @@ def write_questions(c, folder):
 
 
 @torch.no_grad()
-def recall(model, folder, leaf=None, batch_size=64):
-    """{"recall": of the prompts in a form of the text, "recall_N": of those with N mentions, "new_N": in a new form}. leaf: instead of the prompts' own."""
+def recall(model, folder, leaf="", batch_size=64):
+    """{"recall": of the prompts in a form of the text, "recall_N": of those with N mentions, "new_N": in a new form}. leaf: for a model that
+    fetches, instead of the leaf that each prompt leads to; -1 the generic memory, None no memory."""
     rows = [json.loads(line) for line in (Path(folder) / "facts.jsonl").read_text().splitlines()]
     device, right = next(model.parameters()).device, []
     for n in range(0, len(rows), batch_size):
@@ -345,7 +348,7 @@ def recall(model, folder, leaf=None, batch_size=64):
         idx = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["prompt"]) for row in part], batch_first=True).to(device)
         context = {}
         if hasattr(model, "training_context") and "leaf" in part[0]:
-            context["leaf"] = torch.tensor([row["leaf"] if leaf is None else leaf for row in part], device=device)
+            context["leaf"] = None if leaf is None else torch.tensor([row["leaf"] if leaf == "" else leaf for row in part], device=device)
         logits = model(idx, **context)[0]
         for row, at in zip(part, logits):
             options = at[len(row["prompt"]) - 1, row["options"]]

@@ -3,8 +3,24 @@
 The text is educational prose with invented facts in it, each mentioned 1 to 100 times (experiments/tasks.py facts), and a run goes over it once, so
 that one run gives both the bits per byte and what was remembered. MIDUS and the post-hoc bank start from the trained baseline and are compared
 with going on with the baseline over the same text. The baselines' runs of 1.5 times the tokens say what more steps would have bought.
-`python experiments/which_memory.py` measures the costs, if they are not there yet, and makes the table and the two pictures of the README.
+`python experiments/which_memory.py` then measures the costs, if they are not there yet, and makes the table and the two pictures of the README.
 """
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import mean, median, stdev
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import sample
+from experiments import run
+from experiments.tasks import MENTIONS
+
 model, metric, seeds = "move", "val_bpb", 3
 prepare = dict(cpu="experiments/tasks.py facts --clusters=8,8 --text_chars=3200000 --out=data/facts_cpu",
                gpu="experiments/tasks.py facts --clusters=16,16 --text_chars=400000000 --per_bucket=208 --vocab_size=16384 --out=data/facts_gpu")
@@ -20,10 +36,110 @@ variants |= {
     "MIDUS base continued": (dict(model="midus", init_from="@MIDUS base", upscale="base", phase="cpt"), None),
     "MIDUS": (dict(model="midus", init_from="@MIDUS base", upscale="midus", phase="cpt"), None),
     "HierMem dense continued": (dict(model="hiermem", dense=True, init_from="@HierMem dense"), None, 1),
-    "HierMem post-hoc": (dict(model="hiermem", frozen=True, init_from="@HierMem dense"), None, 1),
+    "HierMem post-hoc": (dict(model="hiermem", memory="ffn", frozen=True, init_from="@HierMem dense"), None, 1),
 }
 variants |= {f"{title} dense x1.5": (dict(model=file, dense=True, **longer), None, 1) for title, file in plain.items()}
 baseline = {title: f"{title} dense" for title in plain} | {f"{title} dense x1.5": f"{title} dense" for title in plain}
 baseline |= {"MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base", "HierMem post-hoc": "HierMem dense continued",
              "HierMem dense continued": "HierMem dense"}
-claims = [f"{other} > {title}" for title, other in baseline.items() if title in (*plain, "MIDUS", "HierMem post-hoc")]
+memories = (*plain, "MIDUS", "HierMem post-hoc")
+claims = [f"{baseline[title]} > {title}" for title in memories]
+
+
+# ---------------------------------------------------------------- python experiments/which_memory.py [cpu|gpu]: costs, table and pictures
+
+def costs(rows, scale, folder):
+    """Ratios to the baseline for each memory: a training step and decoding one sequence by turns on this machine, peak memory of the runs."""
+    found, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
+    for title in memories:
+        keys = rows[title][0]["overrides"] | dict(bench=True, dataset=folder)
+        out = f"out/which_memory-{scale}"
+        if "init_from" in keys:
+            keys["init_from"] = f"{out}/{run.slug(keys['init_from'])}/s0/ckpt.pt"
+        shown = subprocess.run([sys.executable, "train.py", *(f"--{k}={v}" for k, v in keys.items())], cwd=run.ROOT, capture_output=True, text=True)
+        step = re.search(r"^model .* (\S+) of dense", shown.stdout, re.M)
+        if not step:
+            sys.exit(f"train.py --bench failed for {title}:\n{shown.stdout[-500:]}{shown.stderr[-1500:]}")
+        models = [sample.load_model(run.ROOT / out / run.slug(name) / "s0", device)[0] for name in (title, baseline[title])]
+        times = [[], []]
+        for turn in range(2 * 8):                              # the first of each is to warm up
+            idx, start = torch.zeros(1, 128, dtype=torch.long, device=device), time.perf_counter()
+            for token in sample.generate(models[turn % 2], idx, 64, temperature=0):
+                int(token)                                     # waits for a GPU
+            times[turn % 2].append(time.perf_counter() - start)
+        memory = [a["peak_memory_mb"] / rows[baseline[title]][seed]["peak_memory_mb"] for seed, a in rows[title].items()]
+        found[title] = dict(step=float(step[1]), decode=median(times[1][1:]) / median(times[0][1:]), memory=mean(memory))
+        print(title, found[title], flush=True)
+    return {"machine": f"{rows['MoVE'][0]['device']}, {torch.get_num_threads()} threads, torch {torch.__version__}", "ratios": found}
+
+
+def more_steps(rows, title, ratio):
+    """What the baseline gains in bits per byte by `ratio` times the tokens: on the line through its shorter and longer run, over log tokens."""
+    short, long = (baseline[baseline[title]], baseline[title]) if "continued" in baseline[title] else (baseline[title], f"{baseline[title]} x1.5")
+    gains = run.differences({"metric": metric}, rows, short, long)
+    return math.log(ratio) / math.log(2 if "continued" in long else 1.5) * mean(gains)
+
+
+def table(rows, measured):
+    lines = ["| memory | parameters | step time | memory in training | decoding | bpb of its baseline | gain, equal tokens | gain, equal time | verdict | seeds |",
+             "| --- " * 10 + "|"]
+    for title, ratios in measured["ratios"].items():
+        base, gain = baseline[title], run.differences({"metric": metric}, rows, baseline[title], title)
+        added = rows[title][0]["params"]["total"] - rows[base][0]["params"]["total"]
+        verdict = {"holds": "worth it", "reversed": "worse", "inside noise": "inside noise"}.get(run.verdict(gain), run.verdict(gain))
+        in_time = mean(gain) - more_steps(rows, title, ratios["step"])
+        if verdict == "worth it" and len(gain) > 1 and abs(in_time) <= run.noise(gain):
+            verdict = "better; at equal time inside noise"
+        elif verdict == "worth it" and in_time < 0:
+            verdict = "better; not at equal time"
+        lines.append(f"| {title} | {added:+,} | {ratios['step']:.2f}x | {ratios['memory']:.2f}x | {ratios['decode']:.2f}x | "
+                     f"{run.text([row[metric] for row in rows[base].values()])} | {run.text(gain, '+')} | {in_time:+.4f} | {verdict} | {len(gain)} |")
+    lines += ["", "| recall by mentions | " + " | ".join(map(str, MENTIONS)) + " |", "| --- " * (len(MENTIONS) + 1) + "|"]
+    for name in dict.fromkeys(name for title in memories for name in (baseline[title], title)):
+        lines.append(f"| {name} | " + " | ".join(run.text([row[f'recall_{m}'] for row in rows[name].values()]).replace("0.", ".") for m in MENTIONS) + " |")
+    return "\n".join(lines) + f"\n\nTimes: {measured['machine']}, by turns; decoding in tokens/s. Guessing recalls .125.\n"
+
+
+def pictures(rows, measured, stem):
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for n, (title, ratios) in enumerate(measured["ratios"].items()):
+        gain = run.differences({"metric": metric}, rows, baseline[title], title)
+        axes.errorbar(ratios["step"], mean(gain), yerr=run.noise(gain) if len(gain) > 1 else None, fmt="o", capsize=4, color=f"C{n}", label=title)
+        axes.plot(ratios["step"], mean(gain) - more_steps(rows, title, ratios["step"]), "v", mfc="none", color=f"C{n}")
+    axes.plot([], [], "v", mfc="none", color="grey", label="at equal time")
+    axes.axhline(0, color="grey", linewidth=1)
+    axes.set(xlabel="time of a training step, x its baseline's", ylabel="gain in bits per byte", title="Which memory is worth its cost?")
+    axes.legend()
+    figure.savefig(f"{stem}-gain.png", dpi=120)
+    figure = Figure(figsize=(11, 2.8), layout="constrained")
+    for n, (panel, title) in enumerate(zip(figure.subplots(1, len(memories), sharey=True), memories)):
+        for name, style, color in ((baseline[title], "o--", "grey"), (title, "o-", f"C{n}")):
+            recalled = [[row[f"recall_{m}"] for row in rows[name].values()] for m in MENTIONS]
+            panel.errorbar(MENTIONS, list(map(mean, recalled)), yerr=[stdev(r) if len(r) > 1 else 0 for r in recalled], fmt=style, capsize=3, color=color,
+                           label="its baseline" if style == "o--" else title)
+        panel.axhline(1 / 8, color="lightgrey", linewidth=1)
+        panel.set(xscale="log", xticks=MENTIONS, xticklabels=MENTIONS, title=title, xlabel="mentions", **{"ylabel": "facts recalled"} if n == 0 else {})
+        panel.minorticks_off()
+        panel.legend(fontsize=8)
+    figure.savefig(f"{stem}-recall.png", dpi=120)
+
+
+def main(scale="cpu"):
+    stem = run.ROOT / "experiments" / "results" / f"which_memory-{scale}"
+    rows = {name: {} for name in variants}
+    for row in map(json.loads, Path(f"{stem}.jsonl").read_text().splitlines()):
+        rows[row["variant"]][row["seed"]] = row
+    file = Path(f"{stem}-cost.json")
+    if not file.exists():
+        folder = json.loads((run.ROOT / f"out/which_memory-{scale}/move/s0/result.json").read_text())["config"]["dataset"]
+        file.write_text(json.dumps(costs(rows, scale, folder), indent=1))
+    measured = json.loads(file.read_text())
+    Path(f"{stem}-summary.md").write_text(table(rows, measured))
+    pictures(rows, measured, stem)
+    print(table(rows, measured))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,20 @@
+"""UltraMemV2, Table 3: at equal active and total parameters Memory+ > UltraMem > UltraMemV2 in loss, and the last on a par with a mixture of experts.
+
+The sizes of every memory follow from the shape (Config's automatic values): a token's work is that of the dense model's FFN of 4d, the total that of
+64 experts of which 8 are used. The dense model has the active parameters alone. PKM and PEER are not in the paper's table. The paper's numbers are
+evaluation losses at 227M active of 1.2B after 500B tokens; it says that UltraMemV2 starts slowly."""
+model, metric, baseline, seeds = "ultramem", "val_loss", "dense", 3
+prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
+               gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
+cpu = dict(depth=4, block_size=256, batch_size=16, batch_tokens=4096, max_iters=256, eval_interval=64, eval_tokens=131072, sample_tokens=0)   # 1.05M tokens
+gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=200)                                             # 131M tokens
+variants = {
+    "dense": (dict(dense=True), None),
+    "UltraMemV2": (dict(), 2.853),
+    "MoE-8": (dict(memory="moe"), 2.845),
+    "UltraMem": (dict(memory="ultramem"), 2.885),
+    "Memory+": (dict(memory="memory+"), 2.920),
+    "PKM": (dict(memory="pkm"), None),
+    "PEER": (dict(memory="peer"), None),
+}
+claims = ["Memory+ > UltraMem > UltraMemV2 > MoE-8", "dense > UltraMemV2", "dense > MoE-8", "PKM > UltraMemV2", "PEER > UltraMemV2"]
