@@ -1178,6 +1178,8 @@ VARIANTS = {                                                   # every model fil
     "hiermem": [dict(), dict(memory="none", norm="layer"), dict(memory="lora_qk"), dict(memory="lora_vo", eot=7), dict(memory="lora_ffn", tied=False), dict(memory="kv", eot=7),
                 dict(clusters="2,3,2", ranks="0,5,4", layers="late", sparse_memory=False), dict(n_kv_head=1, head_dim=8, qkv_bias=True, qk_norm=False, rope_scaling="8:1:4:8")],
 }
+for path in sorted(ROOT.glob("model_*.py")):                   # your own files: --model=mine is tested like the others
+    VARIANTS.setdefault(path.stem[6:], [dict(), importlib.import_module(path.stem).DENSE])
 CASES = [pytest.param(name, switches, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in switches.items()) or 'default'}")
          for name, rows in VARIANTS.items() for switches in rows]
 SIZE = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=61, block_size=16)

@@ -78,6 +78,7 @@ def read_config(argv):
     files, source = [a for a in argv if not a.startswith("-")], {}
     for path in files:
         need(Path(path).is_file(), f"no config file {path} (options are written --key=value)")
+        source["__file__"] = path
         exec(Path(path).read_text(), source)
         if "variants" in source:
             from experiments.run import main

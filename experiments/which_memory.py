@@ -24,13 +24,16 @@ from experiments.tasks import MENTIONS
 model, metric, seeds = "move", "val_bpb", 3
 prepare = dict(cpu="experiments/tasks.py facts --clusters=8,8 --text_chars=3200000 --out=data/facts_cpu",
                gpu="experiments/tasks.py facts --clusters=16,16 --text_chars=400000000 --per_bucket=208 --vocab_size=16384 --out=data/facts_gpu")
-cpu = dict(depth=4, n_embd=128, batch_size=16, batch_tokens=4096, max_iters=248, eval_interval=124, eval_tokens=109568, sample_tokens=0)
+cpu = dict(depth=4, n_embd=128, batch_size=4, batch_tokens=1024, max_iters=992, eval_interval=248, eval_tokens=109568, sample_tokens=0)   # one epoch
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=400, sample_tokens=0)           # batches of 131k tokens: about one epoch
-longer = {"cpu": dict(max_iters=372), "gpu": dict(max_iters=1200)}
+longer = {"cpu": dict(max_iters=1488), "gpu": dict(max_iters=1200)}
+rates = {"LIMe": {"cpu": dict(learning_rate=3e-3)}}             # at this size; the others' recipes are right as they are, or follow the width
 plain = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
+plain |= {path.stem[6:]: path.stem[6:] for path in sorted(run.ROOT.glob("model_*.py")) if path.stem[6:] not in (*plain.values(), "midus")}  # your own
 variants = {}
 for title, file in plain.items():
-    variants |= {f"{title} dense": (dict(model=file, dense=True), None), title: (dict(model=file), None)}
+    rate = rates.get(title, {})
+    variants |= {f"{title} dense": (dict(model=file, dense=True, **rate), None), title: (dict(model=file, **rate), None)}
 variants |= {
     "MIDUS base": (dict(model="midus", dense=True), None),
     "MIDUS base continued": (dict(model="midus", init_from="@MIDUS base", upscale="base", phase="cpt"), None),
@@ -38,7 +41,8 @@ variants |= {
     "HierMem dense continued": (dict(model="hiermem", dense=True, init_from="@HierMem dense"), None, 1),
     "HierMem post-hoc": (dict(model="hiermem", memory="ffn", frozen=True, init_from="@HierMem dense"), None, 1),
 }
-variants |= {f"{title} dense x1.5": (dict(model=file, dense=True, **longer), None, 1) for title, file in plain.items()}
+variants |= {f"{title} dense x1.5": (dict(model=file, dense=True, **{s: longer[s] | rates.get(title, {}).get(s, {}) for s in longer}), None, 1)
+             for title, file in plain.items()}
 baseline = {title: f"{title} dense" for title in plain} | {f"{title} dense x1.5": f"{title} dense" for title in plain}
 baseline |= {"MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base", "HierMem post-hoc": "HierMem dense continued",
              "HierMem dense continued": "HierMem dense"}
