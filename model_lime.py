@@ -146,17 +146,6 @@ class Cache:
         return self.store[key][:, :end]
 
 
-class MLP(nn.Module):                                          # SwiGLU
-    def __init__(self, config):
-        super().__init__()
-        self.gate = nn.Linear(config.n_embd, config.n_inner, bias=False)
-        self.up = nn.Linear(config.n_embd, config.n_inner, bias=False)
-        self.down = nn.Linear(config.n_inner, config.n_embd, bias=False)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Attention(nn.Module):
     """Attention whose keys and values pass through a router over the earlier layers."""
 
@@ -185,6 +174,17 @@ class Attention(nn.Module):
         return self.W_O(attend(q, k, v))
 
 
+class MLP(nn.Module):                                          # SwiGLU
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.n_embd, config.n_inner, bias=False)
+        self.up = nn.Linear(config.n_embd, config.n_inner, bias=False)
+        self.down = nn.Linear(config.n_inner, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 # ================================================================ the idea ================================================================
 
 class Router(nn.Module):
@@ -202,7 +202,7 @@ class Router(nn.Module):
         self.R = nn.Parameter(torch.empty(self.heads, len(sources) * self.heads))
         self.macs = 2 * config.head_dim * self.heads * self.heads * len(sources)         # multiplications a token, keys and values
 
-    def start(self, name):
+    def init_weights(self, name):
         """Own heads: the identity. The others: Kaiming uniform, so that the mixture has the variance of one more head (Appendix H)."""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
@@ -284,8 +284,8 @@ class Model(nn.Module):
         for name, p in self.named_parameters():
             p.normal_(0, 0.02, generator=own_generator(name, p)) if p.ndim > 1 else p.fill_(1.0)
         for name, module in self.named_modules():
-            if hasattr(module, "start"):
-                module.start(name)
+            if name and hasattr(module, "init_weights"):
+                module.init_weights(name)
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean cross-entropy in nats).
@@ -384,7 +384,7 @@ class Average(Router):
         super().__init__(config, sources)
         del self.R
 
-    def start(self, name):
+    def init_weights(self, name):
         pass
 
     def weights(self, x):
@@ -422,8 +422,8 @@ class Dynamic(Router):
         super().__init__(config, sources)
         self.W = nn.Linear(config.n_embd, self.R.numel(), bias=False)
 
-    def start(self, name):
-        super().start(name)
+    def init_weights(self, name):
+        super().init_weights(name)
         self.W.weight.zero_()
 
     def weights(self, x):
@@ -445,7 +445,7 @@ class DenseFormerBlock(Block):
         super().__init__(config, layer)
         self.alpha = nn.Parameter(torch.empty(layer + 2))
 
-    def start(self, name):
+    def init_weights(self, name):
         self.alpha.zero_()[-1] = 1.0
 
     def forward(self, x, rotary, buffer, cache):
@@ -469,7 +469,7 @@ class HyperConnection(nn.Module):
         self.alpha_scale, self.beta_scale = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
         self.macs = config.n_embd * self.n * (self.n + 2 + self.n + 1)                   # alpha and beta, then the mixture
 
-    def start(self, name):
+    def init_weights(self, name):
         for p in self.parameters():
             p.zero_()
         self.static_alpha[:, 1:] = torch.eye(self.n)

@@ -170,11 +170,6 @@ class Cache:
         return self.store[key][:, :end]
 
 
-def own_generator(name, p):
-    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor start from equal values in it."""
-    return torch.Generator(p.device).manual_seed(torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode()))
-
-
 class Attention(nn.Module):
     """Multi-head (or grouped-query) attention whose values pass through a memory."""
 
@@ -282,6 +277,11 @@ class Block(nn.Module):
     def forward(self, x, rotary, reading, cache):
         x = x + self.attn(rms_norm(x), rotary, reading, cache)
         return x + self.mlp(rms_norm(x))
+
+
+def own_generator(name, p):
+    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor start from equal values in it."""
+    return torch.Generator(p.device).manual_seed(torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode()))
 
 
 class Model(nn.Module):

@@ -206,11 +206,6 @@ class MLP(nn.Module):                                          # SwiGLU
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-def own_generator(name, p):
-    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor start from equal values in it."""
-    return torch.Generator(p.device).manual_seed(torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode()))
-
-
 # ================================================================ the idea ================================================================
 
 class Retrieval(nn.Module):
@@ -336,6 +331,11 @@ class Block(nn.Module):
         h = self.mlp_norm(x)
         y, aux = self.memory(h, tables) if self.memory is not None else (None, 0)
         return x + self.mlp(h) if self.mlp is not None else x, y, aux
+
+
+def own_generator(name, p):
+    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor start from equal values in it."""
+    return torch.Generator(p.device).manual_seed(torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode()))
 
 
 class Model(nn.Module):
