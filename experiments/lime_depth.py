@@ -1,6 +1,7 @@
 """LIMe, section 5.6 and Table 12: the deeper the model, the more LIMe gains; the first layers are enough to read from.
 
-Width 64, 8 heads; the paper has 128 layers x 256 (and 16, 32, 64 layers in its figure), and its numbers here are the log of Table 12's perplexities."""
+Width 64, 8 heads; the paper has 128 layers x 256 (and 16, 32, 64 layers in its figure), and its numbers here are the log of Table 12's perplexities.
+On a CPU stop at 32: --only="LLaMA 8,LIMe 8,first-7 8,LLaMA 16,LIMe 16,first-7 16,LLaMA 32,LIMe 32,first-7 32"."""
 from math import log
 
 model, metric, baseline, seeds = "lime", "val_loss", "LLaMA 8", 1
