@@ -32,8 +32,8 @@ plain = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "h
 plain |= {path.stem[6:]: path.stem[6:] for path in sorted(run.ROOT.glob("model_*.py")) if path.stem[6:] not in (*plain.values(), "midus")}  # your own
 variants = {}
 for title, file in plain.items():
-    rate = rates.get(title, {})
-    variants |= {f"{title} dense": (dict(model=file, dense=True, **rate), None), title: (dict(model=file, **rate), None)}
+    rate, own = rates.get(title, {}), dict(router_lr=3.33) if title == "LIMe" else {}    # the routers' rate stays the paper's 1e-2
+    variants |= {f"{title} dense": (dict(model=file, dense=True, **rate), None), title: (dict(model=file, **own, **rate), None)}
 variants |= {
     "MIDUS base": (dict(model="midus", dense=True), None),
     "MIDUS base continued": (dict(model="midus", init_from="@MIDUS base", upscale="base", phase="cpt"), None),
