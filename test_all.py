@@ -3673,6 +3673,32 @@ def test_rows_of_older_sources_are_marked(lab):
     assert {"standard", "Big x1 †", "Big x2 †"} <= report_of(lab).keys()
 
 
+def test_a_variant_may_have_data_of_its_own_and_start_from_another_experiment(lab):
+    """dataset="@_old" is the folder beside the experiment's own; init_from="@other/base" a run of experiments/other.py. No steps, no time."""
+    for name in ("new", "new_old"):
+        (lab / f"data/{name}").mkdir(parents=True)
+        (lab / f"data/{name}/meta.json").write_text(json.dumps({"data_id": f"id-{name}"}))
+    (lab / "out/other-cpu/base/s0").mkdir(parents=True)
+    (lab / "out/other-cpu/base/s0/ckpt.pt").write_text('{"score": "from the other"}')
+    variants = {"base": (dict(score="1.0", dataset="@_old"), None), "grown": (dict(score="0.9", init_from="@base"), None),
+                "far": (dict(score="0.8", init_from="@other/base"), None)}
+    path, flags = experiment(lab, variants, seeds=1, baseline={"far": "grown", "grown": "grown"}, also=("train_loss",)), ["--dataset=data/new"]
+    assert runner.main(path, flags) == 0
+    assert [call["dataset"] for call in calls(lab)] == ["data/new_old", "data/new", "data/new"]
+    assert json.loads((lab / "out/toy_table-cpu/far/s0/ckpt.pt").read_text())["started"] == {"score": "from the other"}
+    file = lab / "experiments/results/toy_table-cpu.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["data_id"] for row in rows] == ["id-new_old", "id-new", "id-new"]
+    table = runner.table(runner.load_experiment(path, "cpu"), runner.Options(), {row["variant"]: {0: row | dict(train_loss=.25, step_ms=None)} for row in rows})
+    assert "| far | +0 | 0.8000 | -0.1000 | - | - | 0.2500 | - | 1 |" in table and "| train_loss | step time |" in table
+    file.write_text(file.read_text().replace("id-new_old", "id-older") + json.dumps(rows[0] | {"seed": 1}) + "\n")
+    with pytest.raises(ConfigError, match="id-new_old, id-older"):
+        runner.main(path, [*flags, "--table_only=True", "--only=grown"])
+    file.unlink()
+    shutil.rmtree(lab / "out/other-cpu")
+    assert runner.main(experiment(lab, {"far": variants["far"]}, seeds=1), [*flags, "--out=out_b"]) == 1
+
+
 def test_results_on_different_data_are_not_mixed(lab):
     for name in "ab":
         (lab / f"data/{name}").mkdir(parents=True)
@@ -3762,6 +3788,10 @@ def test_the_experiments_here_fit_their_models():
             else:
                 module.Config.from_depth(chosen["depth"], **fields)
             assert runner.slug(name) and chosen["batch_tokens"] % chosen.get("block_size", 256) == 0
+            if str(chosen.get("init_from", "")).startswith("@"):                         # also of another experiment
+                other, _, start = chosen["init_from"][1:].rpartition("/")
+                base = runner.load_experiment(ROOT / "experiments" / f"{other or exp['name']}.py", scale)
+                assert start in base["variants"] and base["prepare"] == exp["prepare"]
 
 
 def test_exchange_rate_same_flops():
@@ -3918,8 +3948,40 @@ def test_prosqa_is_a_graph_with_one_answer(tmp_path):
     assert tasks.accuracy(Parrot(data, lambda answer: answer[:9] + [256]), data, get_tokenizer("bytes"))["accuracy"] == 0
 
 
+def test_domains_are_two_folders_with_the_old_ones_tokenizer_and_evaluations_give_both_losses(tmp_path, capsys):
+    rng, words = random.Random(0), {"shop": "bread milk apple price coin scale".split(), "sea/a": "harbour sail mast wave anchor".split()}
+    for split, n in (("train", 40), ("val", 16)):
+        rows = [{"text": " ".join(rng.choices(words[source], k=60)), "source": source} for _ in range(n) for source in words]
+        write_jsonl(tmp_path / "source" / f"{split}.jsonl", rows)
+    flags = ["domains", f"--source={tmp_path / 'source'}", "--vocab_size=300"]
+    folder, records = task_folder(tmp_path, *flags, "--prefix=sea/")
+    old = folder.with_name("data_old")
+    for where, source, split in ((folder, "sea/a", "train"), (folder, "sea/a", "val"), (old, "shop", "train"), (old, "shop", "val")):
+        rows = [json.loads(line) for line in (tmp_path / f"{where.name}_records/{split}.jsonl").open()]
+        assert [row["source"] for row in rows] == [source] * (40 if split == "train" else 16) and set(rows[0]["text"].split()) <= set(words[source])
+    assert (folder / "tokenizer.json").read_bytes() == (old / "tokenizer.json").read_bytes() and load_meta(folder)["tokenizer"] == load_meta(old)["tokenizer"]
+    tok = get_tokenizer(str(folder))
+    assert len(tok.encode(" milk")) == 1 < len(tok.encode(" mast")), "trained on the old domain"
+    flags = ["--model=midus", *TINY, "--depth=2", "--max_iters=3", "--eval_tokens=1000000", "--learning_rate=0.01"]
+    train(*flags, "--dense=True", f"--dataset={old}", f"--out_dir={tmp_path / 'base'}")
+    train(*flags, "--upscale=midus", "--phase=cpt", "--n=8", f"--init_from={tmp_path / 'base'}", f"--dataset={folder}", f"--out_dir={tmp_path / 'grown'}")
+    base, grown = (json.loads((tmp_path / run / "result.json").read_text()) for run in ("base", "grown"))
+    for key in ("loss", "bpb"):                                # of other batches: equal but for rounding
+        first, last = grown["curve"][0][f"retention_{key}"], grown[f"retention_{key}"]
+        assert first == pytest.approx(base[f"val_{key}"], rel=1e-5) and last != first != grown["curve"][0][f"val_{key}"]
+    capsys.readouterr()
+    tasks.main(["accuracy", f"--out_dir={tmp_path / 'grown'}"])
+    assert f"retention_loss {grown['retention_loss']:.4f}" in capsys.readouterr().out
+    for wrong, message in (([], "and the beginning of the new domain's sources"), (["--prefix=lake/"], "the new domain has too few"), (["--prefix=s"], "the old domain")):
+        with pytest.raises(ConfigError, match=message):
+            tasks.main(["domains", f"--source={tmp_path / 'source'}", f"--out={tmp_path / 'x'}", *wrong])
+    write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "?", "answer": "!", "source": "sea/"}])
+    with pytest.raises(ConfigError, match="records with a text"):
+        tasks.main(["domains", f"--source={tmp_path / 'answers.jsonl'}", f"--out={tmp_path / 'x'}", "--prefix=sea/"])
+
+
 @pytest.mark.parametrize("flags, message", [
-    ([], "give one of arithmetic, prosqa, accuracy, curves, not nothing"), (["algebra"], "not algebra"), (["arithmetic", "--operand=3"], "did you mean --operands="),
+    ([], "give one of arithmetic, prosqa, facts, domains, accuracy, curves, not nothing"), (["algebra"], "not algebra"), (["arithmetic", "--operand=3"], "did you mean --operands="),
     (["arithmetic", "--operands=3,x"], "operands=3,x"), (["arithmetic", "--operands=1"], "operands are numbers from 2 on"), (["arithmetic", "--max_value=1"], "max_value=1"),
     (["arithmetic", "--operands=2", "--max_value=9"], "only about 92 expressions of 2 operands up to max_value=9"), (["arithmetic", "--samples=0"], "samples=0"),
     (["prosqa", "--val=nowhere.json"], "nowhere.json cannot be read"), (["prosqa", "--val=torn.json"], "torn.json cannot be read: Expecting"),
