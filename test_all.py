@@ -4173,6 +4173,119 @@ def test_the_analyses_draw_and_count(analysed, capsys, monkeypatch):
     assert json.loads((run / "analysis_router.json").read_text())[str(run)] == {"layers": [[1, 0], [.25, .75]], "heads": [[1, 0], [1, 0], [.5, .5], [0, 1]]}
 
 
+def summed_losses(model, x, y):
+    return torch.stack([model(a[None], b[None])[1] * (b >= 0).sum() for a, b in zip(x, y)])
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(out_proj=True, query_norm="layer"), dict(upscale="llama_pro")], ids=str)
+def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(fields):
+    """Finite differences. A gate on a head is a factor of W_O's columns, in a memory block, which has no W_O, of the head's sub-keys."""
+    model, x = midus_grown(fields.get("upscale", "midus"), base=midus_base(torch.float64), **{k: v for k, v in fields.items() if k != "upscale"}), some_tokens(3, 9)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.inserted.parameters():
+            p.normal_(0, 0.5)
+    y = x.roll(-1, 1)
+    y[0, :5] = -1                                              # a prompt
+    before = [p.requires_grad for p in model.eval().parameters()]
+    found, eps = analysis.head_importance(model, x, y), 1e-6
+    assert found.shape == (9, 3, 4) and (found > 0).all() and before == [p.requires_grad for p in model.parameters()]
+    with torch.no_grad():
+        for layer, block in enumerate([*model.blocks, *model.inserted]):
+            for head in range(4):
+                weight = block.memory.search.keys[head] if block.attn.W_O is None else block.attn.W_O.weight[:, 8 * head:8 * head + 8]
+                kept, losses = weight.clone(), []
+                for gate in (1 + eps, 1 - eps):
+                    weight.copy_(kept * gate)
+                    losses.append(summed_losses(model, x, y))
+                weight.copy_(kept)
+                torch.testing.assert_close(found[layer, :, head], (losses[0] - losses[1]).abs() / (2 * eps), rtol=1e-4, atol=1e-6)
+
+
+def test_importance_is_zero_for_a_head_that_nothing_reads():
+    model, x = midus_grown(), some_tokens(2, 9)
+    with torch.no_grad():
+        for p in model.inserted.parameters():
+            p.normal_(0, 0.5)
+        model.blocks[2].attn.W_O.weight[:, 8:16] = 0
+        model.inserted[1].memory.W_h[3] = 0
+    found = analysis.head_importance(model.eval(), x, x.roll(-1, 1))
+    assert [(layer, head) for layer, head in itertools.product(range(9), range(4)) if not found[layer, :, head].any()] == [(2, 1), (6 + 1, 3)]
+
+
+@pytest.mark.parametrize("name", ["move", "lime", "ultramem", "hiermem"])
+def test_importance_takes_the_other_models_too(name):
+    model = make(name).eval()
+    found = analysis.head_importance(model, some_tokens(), some_tokens(seed=1))
+    assert found.shape == (len(model.blocks), 2, model.config.n_head) and (found > 0).all()
+
+
+@pytest.fixture(scope="module")
+def midus_grown_run(midus_run, text_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("midus") / "cpt"
+    train("--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=4", "--n=8", f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", f"--out_dir={out}")
+    return out
+
+
+def test_the_importance_of_a_run_is_the_mean_over_windows_before_and_after(midus_run, midus_grown_run, text_folder, tmp_path, capsys):
+    analysis.main(["importance", f"--runs={midus_run},{midus_grown_run}", "--sequences=11", f"--out={tmp_path}"])
+    found = json.loads((tmp_path / "analysis_importance.json").read_text())
+    before, after = found[str(midus_run)], found[str(midus_grown_run)]
+    assert before["inserted"] == before["inserted variance"] == [] and np.shape(before["blocks"]) == np.shape(after["blocks"]) == (2, 2) and np.shape(after["inserted"]) == (1, 2)
+    model, x, y = sample.load_model(midus_grown_run, "cpu")[0], *TokenShards(text_folder, "val", 32).batch(range(11))
+    one_by_one = torch.cat([analysis.head_importance(model, a[None], b[None]) for a, b in zip(x, y)], 1).mean(1)
+    torch.testing.assert_close(torch.tensor(after["blocks"] + after["inserted"]), one_by_one, rtol=1e-4, atol=1e-6)
+    for kind in ("blocks", "inserted"):
+        assert after[f"{kind} variance"] == pytest.approx(np.var(after[kind], axis=1))
+    assert "inserted: importance, layer by layer" in capsys.readouterr().out and (tmp_path / "analysis_importance.png").exists()
+
+
+def test_slots_are_counted_by_head_and_layer(midus_run, midus_grown_run, text_folder, tmp_path, monkeypatch):
+    analysis.main(["slots", f"--runs={midus_grown_run}", "--sequences=3", f"--out={tmp_path}"])
+    found, (model, _, _) = json.loads((tmp_path / "analysis_slots.json").read_text())[str(midus_grown_run)], sample.load_model(midus_grown_run, "cpu")
+    slots = []
+    model.inserted[0].memory.search.register_forward_hook(lambda search, inputs, result: slots.append(result[0].clone()))
+    model(TokenShards(text_folder, "val", 32).batch(range(3))[0])
+    touched = [len(slots[0][:, head].unique()) for head in range(2)]
+    assert found["touched"] == [touched] and found["dead"] == [[1 - n / 64 for n in touched]] and (found["slots"], found["tokens"]) == (64, 96)
+    assert found["dead in all heads"] == [1 - len(slots[0].unique()) / 64] and 0 < found["dead in all heads"][0] < min(found["dead"][0])
+    assert sum(found["ranked"][0]) == pytest.approx(1) and found["ranked"][0] == sorted(found["ranked"][0], reverse=True)
+    with pytest.raises(ConfigError, match="for models with memory slots"):
+        analysis.main(["slots", f"--runs={midus_run}"])
+    by_hand = iter([[[[1., 0, 0, 0], [.5, .5, 0, 0]]], [[[.25, 0, .75, 0], [0, 1, 0, 0]]]])          # two windows, a layer, two heads, four slots
+    monkeypatch.setattr(model_midus.Model, "inspect", lambda self, idx: {"use": (torch.tensor(next(by_hand)), ("layer", "head", "slot"))})
+    use = analysis.slot_use(model, None, text_folder, SimpleNamespace(sequences=2, device="cpu"))
+    assert use == {"slots": 4, "tokens": 64, "touched": [[2, 2]], "dead": [[.5, .5]], "dead in all heads": [.25], "ranked": [[.6875, .3125, 0, 0]]}
+
+
+def test_timings_go_round_the_runs_with_the_cache_of_values_and_without(midus_run, midus_grown_run, tmp_path, monkeypatch, capsys):
+    rounds, original = [], analysis.time_tokens
+
+    def spy(model, idx, count):
+        search = model_midus.product_key_topk
+        rounds.append((idx.size(1), model.config.upscale, [block.memory.V_h is not None for block in model.inserted], getattr(search, "keywords", {})))
+        return [ms + 1000 * (len(rounds) <= 3) for ms in original(model, idx, count)]                # the round that warms up is slow
+
+    monkeypatch.setattr(analysis, "time_tokens", spy)
+    flags = ["timings", f"--runs={midus_run},{midus_grown_run}", f"--out={tmp_path}", "--new_tokens=3"]
+    analysis.main([*flags, "--lengths=9,4", "--repetitions=1"])
+    each = [("base", [], {}), ("midus", [True], {}), ("midus", [False], {"fused": False})]
+    assert rounds == [(length, *racer) for length in (4, 9) for _ in range(2) for racer in each] and model_midus.product_key_topk is kernels.product_key_topk
+    found = json.loads((tmp_path / "analysis_timings.json").read_text())
+    assert list(found) == [str(midus_run), str(midus_grown_run), f"{midus_grown_run} uncached"] and (tmp_path / "analysis_timings.png").exists()
+    assert all(list(kinds[kind]) == ["4", "9"] and 0 < kinds[kind]["4"] < 1000 for kinds in found.values() for kind in ("prefill", "decode"))
+    analysis.main([*flags, "--repetitions=1"])
+    assert sorted({length for length, *_ in rounds[12:]}) == [4, 16, 29] and "for prompts of 4, 16, 29 tokens" in capsys.readouterr().out
+    for wrong in ("--lengths=30", "--lengths=0,4", "--lengths=4,x", "--new_tokens=1", "--repetitions=0", "--new_tokens=32"):
+        with pytest.raises(ConfigError, match="with a context of 32 tokens"):
+            analysis.main([*flags, wrong])
+    model = sample.load_model(midus_grown_run, "cpu")[0]
+    with torch.inference_mode():
+        cached = model(some_tokens(2, 9))[0]
+        with analysis.uncached(model):
+            torch.testing.assert_close(model(some_tokens(2, 9))[0], cached, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("flags, message", [
     (["entropy"], "and --runs="), (["colour", "--runs=RUN"], "give one of entropy, separability, blimp, router"), (["router", "--runs=RUN"], "for models with routers"),
     (["separability", "--runs=RUN", "--occurrences=1000000"], "has too few of is ("), (["separability", "--runs=RUN", "--dataset=BYTES"], "was trained with another tokenizer, bpe"),
