@@ -10,7 +10,7 @@
     python experiments/analysis.py timings --runs=out/llama-pro,out/midus,out/base         # of prefill and decoding, by prompt length
 
 Values are what a layer's attention sums up, after a router or another memory has mixed them; hidden states are what its block puts out. A head's
-importance is the mean over the windows of |sum over t of a_ht . dl/da_ht|, l the summed loss of the window, of a prompt's answer where there are such.
+importance is the mean over windows of |sum over t of a_ht . dl/da_ht|, where l is the window's summed loss, or that of its answers to prompts.
 Timings go round the runs, and are medians; "uncached" is the same model without its cache of values, searching for slots in two stages. Writes
 analysis_NAME.png and analysis_NAME.json into the first run's folder. Runs that are compared must have been trained on the same tokens.
 """
@@ -330,7 +330,7 @@ def time_tokens(model, idx, count):
 
 
 def timings(models, c):
-    """{run: model} -> {run: {"prefill": {length: ms}, "decode": {length: ms a token}}}, medians; a run that caches its values is there without too."""
+    """{run: model} -> {run: {"prefill": {length: ms}, "decode": {length: ms a token}}}, medians; "RUN uncached" where it caches values."""
     racers = {run: (model, contextlib.nullcontext) for run, model in models.items()}
     racers |= {f"{run} uncached": (model, functools.partial(uncached, model)) for run, model in models.items() if hasattr(model, "cache_values")
                and any(name.endswith(".V_h") for name, _ in model.named_buffers())}

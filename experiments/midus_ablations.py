@@ -1,7 +1,7 @@
 """MIDUS, Tables 8, 9, 11 and 12 (Llama 3.2 1B): a norm on the queries costs; slots, Top-k, placement and the other structures hardly matter.
 
 Starts from midus_table1.py's base, on its data: `python train.py experiments/midus_table1.py --only=base`. The paper's numbers are the log of its
-WikiText perplexities; its n = 16, 32, 64 are 8, 16, 32 here (gpu: 16, 32, 64). Where it says "flat" there is no claim: the differences are to be small."""
+WikiText perplexities; its n = 16, 32, 64 are 8, 16, 32 here (gpu: 16, 32, 64). Where it finds no difference nothing is claimed: all should be small."""
 from math import log
 from experiments.midus_table1 import cpu, gpu, prepare
 

@@ -1,6 +1,6 @@
-"""MIDUS: the learning rate of each method of Table 1, on one seed, before midus_table1.py; a run 20 times shorter than the paper's wants a larger one.
+"""MIDUS: the learning rate of each method of Table 1, on one seed. Runs that are so much shorter than the paper's want a larger one.
 
-Starts from its base: `python train.py experiments/midus_table1.py --only=base --seeds=1`."""
+Starts from midus_table1.py's base: `python train.py experiments/midus_table1.py --only=base --seeds=1`."""
 from experiments.midus_table1 import cpu, gpu, prepare
 
 model, metric, also, seeds = "midus", "val_loss", ("retention_loss",), 1

@@ -267,9 +267,8 @@ def table(exp, opt, rows):
     """Markdown: one line per variant, one per claim."""
     bases, metric = exp["baseline"], exp["metric"]
     minus = next(iter(bases.values())) if len({*bases.values()}) == 1 else "its baseline"
-    lines = [f"# {exp['name']}, scale {opt.scale}", "", (exp["__doc__"] or "").strip(), "",
-             f"| variant | parameters | {metric} | minus {minus} | paper | paper's difference | {''.join(f'{m} | ' for m in exp['also'])}step time | seeds |",
-             "| --- " * (8 + len(exp["also"])) + "|"]
+    head = ["variant", "parameters", metric, f"minus {minus}", "paper", "paper's difference", *exp["also"], "step time", "seeds"]
+    lines = [f"# {exp['name']}, scale {opt.scale}", "", (exp["__doc__"] or "").strip(), "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, (_, printed, _) in exp["variants"].items():
         mine, base, now = rows[name], bases.get(name, name), source_hash(settings(exp, opt.scale, name)["model"])
         both = [(mine[s], rows[base][s]) for s in mine if s in rows[base]]
@@ -278,7 +277,7 @@ def table(exp, opt, rows):
         total = [a["params"]["total"] - (name != base) * b["params"]["total"] for a, b in both]
         cells = [name + " †" * any(row["source_hash"] != now for row in mine.values()), f"{total[0]:{'+' * (name != base)},}" if both else "-",
                  text([row[metric] for row in mine.values()]), text(differences(exp, rows, name, base) if name != base else [], "+"),
-                 "-" if printed is None else str(printed), text([d] if name != base and (d := paper(exp, name, base)) is not None else [], "+"),
+                 "-" if printed is None else f"{printed:.5g}", text([d] if name != base and (d := paper(exp, name, base)) is not None else [], "+"),
                  *(text([row[m] for row in mine.values() if row.get(m) is not None]) for m in exp["also"]),
                  f"{mean(times):.2f}x" if times else "-", str(len(mine))]
         lines.append(f"| {' | '.join(cells)} |")

@@ -20,8 +20,8 @@ times of which the model finds the right one among its domain's 8 materials like
 that is not in it. Guessing gets 1/8.
 
 Domains splits text in two, for going on with another domain: records {"text", "source"} whose source begins with the prefix are the new domain, in
-OUT, all others the old one, in OUT_old. Both have the tokenizer of the old one. Evaluations on OUT give retention_loss and retention_bpb too, those of
-the old domain's first 131,072 held-out tokens.
+OUT, all others the old one, in OUT_old. Both have a tokenizer trained on the old one. Evaluations on OUT also give retention_loss and retention_bpb,
+those of the old domain's first 131,072 held-out tokens.
 """
 import hashlib
 import json
@@ -378,15 +378,15 @@ def old_domain(folder):
 def domains(c, folder):
     """Records of the new domain into folder -> settings for prepare(); the old domain's data folder is made here."""
     if not c.prefix or not Path(c.source).exists():
-        raise ConfigError(f"source={c.source}, prefix={c.prefix!r}: domains wants a file or folder of records {{'text', 'source'}}, and the beginning of "
-                          "the new domain's sources: --source=FOLDER --prefix=books/")
+        raise ConfigError(f"source={c.source}, prefix={c.prefix!r}: domains wants a file or folder of records {{'text', 'source'}}, and the "
+                          "beginning of the new domain's sources: --source=FOLDER --prefix=books/")
     settings = SimpleNamespace(**prepare_fineweb._defaults | {"source": c.source, "topic_field": "source"})
     old, new = ({"train": [], "val": []} for _ in range(2))
     for split, prompt, text, source in prepare_fineweb.read_documents(settings):
         need(prompt is None, f"source={c.source}: domains wants records with a text, not with prompt and answer")
         (new if source.startswith(c.prefix) else old)[split or held_out(text)].append({"text": text, "source": source})
     if missing := [name for name, splits in (("old", old), ("new", new)) if not all(splits.values())]:
-        raise ConfigError(f"prefix={c.prefix}: the {missing[0]} domain has too few records in {c.source}, some are needed for training and some held out")
+        raise ConfigError(f"prefix={c.prefix}: the {missing[0]} domain has too few records in {c.source} to train on some and hold out others")
     target = old_domain(c.out or "data/domains")
     records = target.with_name(target.name + "_records")
     save_records(records, old)
