@@ -410,7 +410,7 @@ def draw_importance(file, found, label):
             axes.plot(kinds[f"{kind} variance"], "o-", label=run)
             print(f"{run}, {kind}: importance, layer by layer: mean ± standard deviation of the heads")
             print(" ", *(f"{sum(row) / len(row):.3g} ± {v ** .5:.3g}" for row, v in zip(kinds[kind], kinds[f"{kind} variance"])), sep="  ")
-        axes.set(title=f"variance over heads, {kind}", xlabel="layer" if kind == "blocks" else "inserted layer")
+        axes.set(title=f"variance over heads, {kind}", xlabel="layer" if kind == "blocks" else "inserted layer", yscale="log")
         axes.xaxis.get_major_locator().set_params(integer=True)
         if axes.lines:
             axes.legend()
