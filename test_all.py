@@ -3673,6 +3673,33 @@ def test_rows_of_older_sources_are_marked(lab):
     assert {"standard", "Big x1 †", "Big x2 †"} <= report_of(lab).keys()
 
 
+def test_a_variant_may_have_data_of_its_own_and_start_from_another_experiment(lab):
+    """dataset="@_old" is the folder beside the experiment's own; init_from="@other/base" a run of experiments/other.py. No steps, no time."""
+    for name in ("new", "new_old"):
+        (lab / f"data/{name}").mkdir(parents=True)
+        (lab / f"data/{name}/meta.json").write_text(json.dumps({"data_id": f"id-{name}"}))
+    (lab / "out/other-cpu/base/s0").mkdir(parents=True)
+    (lab / "out/other-cpu/base/s0/ckpt.pt").write_text('{"score": "from the other"}')
+    variants = {"base": (dict(score="1.0", dataset="@_old"), None), "grown": (dict(score="0.9", init_from="@base"), None),
+                "far": (dict(score="0.8", init_from="@other/base"), None)}
+    path, flags = experiment(lab, variants, seeds=1, baseline={"far": "grown", "grown": "grown"}, also=("train_loss",)), ["--dataset=data/new"]
+    assert runner.main(path, flags) == 0
+    assert [call["dataset"] for call in calls(lab)] == ["data/new_old", "data/new", "data/new"]
+    assert json.loads((lab / "out/toy_table-cpu/far/s0/ckpt.pt").read_text())["started"] == {"score": "from the other"}
+    file = lab / "experiments/results/toy_table-cpu.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["data_id"] for row in rows] == ["id-new_old", "id-new", "id-new"]
+    by_seed = {row["variant"]: {0: row | dict(train_loss=.25, step_ms=None)} for row in rows}
+    table = runner.table(runner.load_experiment(path, "cpu"), runner.Options(), by_seed)
+    assert "| far | +0 | 0.8000 | -0.1000 | - | - | 0.2500 | - | 1 |" in table and "| train_loss | step time |" in table
+    file.write_text(file.read_text().replace("id-new_old", "id-older") + json.dumps(rows[0] | {"seed": 1}) + "\n")
+    with pytest.raises(ConfigError, match="id-new_old, id-older"):
+        runner.main(path, [*flags, "--table_only=True", "--only=grown"])
+    file.unlink()
+    shutil.rmtree(lab / "out/other-cpu")
+    assert runner.main(experiment(lab, {"far": variants["far"]}, seeds=1), [*flags, "--out=out_b"]) == 1
+
+
 def test_results_on_different_data_are_not_mixed(lab):
     for name in "ab":
         (lab / f"data/{name}").mkdir(parents=True)
@@ -3762,6 +3789,10 @@ def test_the_experiments_here_fit_their_models():
             else:
                 module.Config.from_depth(chosen["depth"], **fields)
             assert runner.slug(name) and chosen["batch_tokens"] % chosen.get("block_size", 256) == 0
+            if str(chosen.get("init_from", "")).startswith("@"):                         # also of another experiment
+                other, _, start = chosen["init_from"][1:].rpartition("/")
+                base = runner.load_experiment(ROOT / "experiments" / f"{other or exp['name']}.py", scale)
+                assert start in base["variants"] and base["prepare"] == exp["prepare"]
 
 
 def test_exchange_rate_same_flops():
@@ -3918,8 +3949,42 @@ def test_prosqa_is_a_graph_with_one_answer(tmp_path):
     assert tasks.accuracy(Parrot(data, lambda answer: answer[:9] + [256]), data, get_tokenizer("bytes"))["accuracy"] == 0
 
 
+def test_domains_are_two_folders_with_the_old_ones_tokenizer_and_evaluations_give_both_losses(tmp_path, capsys):
+    rng, words = random.Random(0), {"shop": "bread milk apple price coin scale".split(), "sea/a": "harbour sail mast wave anchor".split()}
+    for split, n in (("train", 40), ("val", 16)):
+        rows = [{"text": " ".join(rng.choices(words[source], k=60)), "source": source} for _ in range(n) for source in words]
+        write_jsonl(tmp_path / "source" / f"{split}.jsonl", rows)
+    flags = ["domains", f"--source={tmp_path / 'source'}", "--vocab_size=300"]
+    folder, records = task_folder(tmp_path, *flags, "--prefix=sea/")
+    old = folder.with_name("data_old")
+    for where, source, split in ((folder, "sea/a", "train"), (folder, "sea/a", "val"), (old, "shop", "train"), (old, "shop", "val")):
+        rows = [json.loads(line) for line in (tmp_path / f"{where.name}_records/{split}.jsonl").open()]
+        assert [row["source"] for row in rows] == [source] * (40 if split == "train" else 16) and set(rows[0]["text"].split()) <= set(words[source])
+    assert (folder / "tokenizer.json").read_bytes() == (old / "tokenizer.json").read_bytes()
+    assert load_meta(folder)["tokenizer"] == load_meta(old)["tokenizer"]
+    tok = get_tokenizer(str(folder))
+    assert len(tok.encode(" milk")) == 1 < len(tok.encode(" mast")), "trained on the old domain"
+    flags = ["--model=midus", *TINY, "--depth=2", "--max_iters=3", "--eval_tokens=1000000", "--learning_rate=0.01"]
+    train(*flags, "--dense=True", f"--dataset={old}", f"--out_dir={tmp_path / 'base'}")
+    grow = ["--upscale=midus", "--phase=cpt", "--n=8", f"--init_from={tmp_path / 'base'}"]
+    train(*flags, *grow, f"--dataset={folder}", f"--out_dir={tmp_path / 'grown'}")
+    base, grown = (json.loads((tmp_path / run / "result.json").read_text()) for run in ("base", "grown"))
+    for key in ("loss", "bpb"):                                # of other batches: equal but for rounding
+        first, last = grown["curve"][0][f"retention_{key}"], grown[f"retention_{key}"]
+        assert first == pytest.approx(base[f"val_{key}"], rel=1e-5) and last != first != grown["curve"][0][f"val_{key}"]
+    capsys.readouterr()
+    tasks.main(["accuracy", f"--out_dir={tmp_path / 'grown'}"])
+    assert f"retention_loss {grown['retention_loss']:.4f}" in capsys.readouterr().out
+    for wrong, message in (([], "the new domain's sources"), (["--prefix=lake/"], "the new domain has too few"), (["--prefix=s"], "the old domain has")):
+        with pytest.raises(ConfigError, match=message):
+            tasks.main(["domains", f"--source={tmp_path / 'source'}", f"--out={tmp_path / 'x'}", *wrong])
+    write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "?", "answer": "!", "source": "sea/"}])
+    with pytest.raises(ConfigError, match="records with a text"):
+        tasks.main(["domains", f"--source={tmp_path / 'answers.jsonl'}", f"--out={tmp_path / 'x'}", "--prefix=sea/"])
+
+
 @pytest.mark.parametrize("flags, message", [
-    ([], "give one of arithmetic, prosqa, accuracy, curves, not nothing"), (["algebra"], "not algebra"), (["arithmetic", "--operand=3"], "did you mean --operands="),
+    ([], "give one of arithmetic, prosqa, facts, domains, accuracy, curves, not nothing"), (["algebra"], "not algebra"), (["arithmetic", "--operand=3"], "did you mean --operands="),
     (["arithmetic", "--operands=3,x"], "operands=3,x"), (["arithmetic", "--operands=1"], "operands are numbers from 2 on"), (["arithmetic", "--max_value=1"], "max_value=1"),
     (["arithmetic", "--operands=2", "--max_value=9"], "only about 92 expressions of 2 operands up to max_value=9"), (["arithmetic", "--samples=0"], "samples=0"),
     (["prosqa", "--val=nowhere.json"], "nowhere.json cannot be read"), (["prosqa", "--val=torn.json"], "torn.json cannot be read: Expecting"),
@@ -4111,8 +4176,127 @@ def test_the_analyses_draw_and_count(analysed, capsys, monkeypatch):
     assert json.loads((run / "analysis_router.json").read_text())[str(run)] == {"layers": [[1, 0], [.25, .75]], "heads": [[1, 0], [1, 0], [.5, .5], [0, 1]]}
 
 
+def summed_losses(model, x, y):
+    return torch.stack([model(a[None], b[None])[1] * (b >= 0).sum() for a, b in zip(x, y)])
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(out_proj=True, query_norm="layer"), dict(method="llama_pro")], ids=str)
+def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(fields, monkeypatch):
+    """Finite differences. A gate on a head is a factor of W_O's columns, in a memory block, which has no W_O, of the head's sub-keys."""
+    monkeypatch.setattr(model_midus.Model, "logits", lambda self, x: F.linear(x, self.embed.weight))             # in float64 to the end
+    model, x = midus_grown(base=midus_base(torch.float64), **{"method": "midus", **fields}), some_tokens(3, 9)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.inserted.parameters():
+            p.normal_(0, 0.5)
+    y = x.roll(-1, 1)
+    y[0, :5] = -1                                              # a prompt
+    before = [p.requires_grad for p in model.eval().parameters()]
+    found, eps = analysis.head_importance(model, x, y), 1e-6
+    assert found.shape == (9, 3, 4) and (found > 0).all() and before == [p.requires_grad for p in model.parameters()]
+    with torch.no_grad():
+        for layer, block in enumerate([*model.blocks, *model.inserted]):
+            for head in range(4):
+                weight = block.memory.search.keys[head] if block.attn.W_O is None else block.attn.W_O.weight[:, 8 * head:8 * head + 8]
+                kept, losses = weight.clone(), []
+                for gate in (1 + eps, 1 - eps):
+                    weight.copy_(kept * gate)
+                    losses.append(summed_losses(model, x, y))
+                weight.copy_(kept)
+                torch.testing.assert_close(found[layer, :, head], (losses[0] - losses[1]).abs() / (2 * eps), rtol=1e-4, atol=1e-6)
+
+
+def test_importance_is_zero_for_a_head_that_nothing_reads():
+    model, x = midus_grown(), some_tokens(2, 9)
+    with torch.no_grad():
+        for p in model.inserted.parameters():
+            p.normal_(0, 0.5)
+        model.blocks[2].attn.W_O.weight[:, 8:16] = 0
+        model.inserted[1].memory.W_h[3] = 0
+    found = analysis.head_importance(model.eval(), x, x.roll(-1, 1))
+    assert [(layer, head) for layer, head in itertools.product(range(9), range(4)) if not found[layer, :, head].any()] == [(2, 1), (6 + 1, 3)]
+
+
+@pytest.mark.parametrize("name", ["move", "lime", "ultramem", "hiermem"])
+def test_importance_takes_the_other_models_too(name):
+    model = make(name).eval()
+    found = analysis.head_importance(model, some_tokens(), some_tokens(seed=1))
+    assert found.shape == (len(model.blocks), 2, model.config.n_head) and (found > 0).all()
+
+
+@pytest.fixture(scope="module")
+def midus_grown_run(midus_run, text_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("midus") / "cpt"
+    grow = ["--upscale=midus", "--phase=cpt", "--n=8", f"--init_from={midus_run}"]
+    train("--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=4", *grow, f"--out_dir={out}")
+    return out
+
+
+def test_the_importance_of_a_run_is_the_mean_over_windows_before_and_after(midus_run, midus_grown_run, text_folder, tmp_path, capsys):
+    analysis.main(["importance", f"--runs={midus_run},{midus_grown_run}", "--sequences=11", f"--out={tmp_path}"])
+    found = json.loads((tmp_path / "analysis_importance.json").read_text())
+    before, after = found[str(midus_run)], found[str(midus_grown_run)]
+    assert before["inserted"] == before["inserted variance"] == [] and np.shape(after["inserted"]) == (1, 2)
+    assert np.shape(before["blocks"]) == np.shape(after["blocks"]) == (2, 2)
+    model, x, y = sample.load_model(midus_grown_run, "cpu")[0], *TokenShards(text_folder, "val", 32).batch(range(11))
+    one_by_one = torch.cat([analysis.head_importance(model, a[None], b[None]) for a, b in zip(x, y)], 1).mean(1)
+    torch.testing.assert_close(torch.tensor(after["blocks"] + after["inserted"]), one_by_one, rtol=1e-4, atol=1e-6)
+    for kind in ("blocks", "inserted"):
+        assert after[f"{kind} variance"] == pytest.approx(np.var(after[kind], axis=1))
+    assert "inserted: importance, layer by layer" in capsys.readouterr().out and (tmp_path / "analysis_importance.png").exists()
+
+
+def test_slots_are_counted_by_head_and_layer(midus_run, midus_grown_run, text_folder, tmp_path, monkeypatch):
+    analysis.main(["slots", f"--runs={midus_grown_run}", "--sequences=3", f"--out={tmp_path}"])
+    found, (model, _, _) = json.loads((tmp_path / "analysis_slots.json").read_text())[str(midus_grown_run)], sample.load_model(midus_grown_run, "cpu")
+    slots = []
+    model.inserted[0].memory.search.register_forward_hook(lambda search, inputs, result: slots.append(result[0].clone()))
+    model(TokenShards(text_folder, "val", 32).batch(range(3))[0])
+    touched = [len(slots[0][:, head].unique()) for head in range(2)]
+    assert found["touched"] == [touched] and found["dead"] == [[1 - n / 64 for n in touched]] and (found["slots"], found["tokens"]) == (64, 96)
+    assert found["dead in all heads"] == [1 - len(slots[0].unique()) / 64] and 0 < found["dead in all heads"][0] < min(found["dead"][0])
+    assert sum(found["ranked"][0]) == pytest.approx(1) and found["ranked"][0] == sorted(found["ranked"][0], reverse=True)
+    with pytest.raises(ConfigError, match="for models with memory slots"):
+        analysis.main(["slots", f"--runs={midus_run}"])
+    by_hand = iter([[[[1., 0, 0, 0], [.5, .5, 0, 0]]], [[[.25, 0, .75, 0], [0, 1, 0, 0]]]])          # two windows, a layer, two heads, four slots
+    monkeypatch.setattr(model_midus.Model, "inspect", lambda self, idx: {"use": (torch.tensor(next(by_hand)), ("layer", "head", "slot"))})
+    use = analysis.slot_use(model, None, text_folder, SimpleNamespace(sequences=2, device="cpu"))
+    assert use == {"slots": 4, "tokens": 64, "touched": [[2, 2]], "dead": [[.5, .5]], "dead in all heads": [.25], "ranked": [[.6875, .3125, 0, 0]]}
+
+
+def test_timings_go_round_the_runs_with_the_cache_of_values_and_without(midus_run, midus_grown_run, tmp_path, monkeypatch, capsys):
+    rounds, original = [], analysis.time_tokens
+
+    def spy(model, idx, count):
+        search = model_midus.product_key_topk
+        cached = [block.memory.V_h is not None for block in model.inserted]
+        rounds.append((idx.size(1), model.config.upscale, cached, getattr(search, "keywords", {})))
+        return [ms + 1000 * (len(rounds) <= 3) for ms in original(model, idx, count)]                # the round that warms up is slow
+
+    monkeypatch.setattr(analysis, "time_tokens", spy)
+    flags = ["timings", f"--runs={midus_run},{midus_grown_run}", f"--out={tmp_path}", "--new_tokens=3"]
+    analysis.main([*flags, "--lengths=9,4", "--repetitions=1"])
+    each = [("base", [], {}), ("midus", [True], {}), ("midus", [False], {"fused": False})]
+    assert rounds == [(length, *racer) for length in (4, 9) for _ in range(2) for racer in each]
+    assert model_midus.product_key_topk is kernels.product_key_topk
+    found = json.loads((tmp_path / "analysis_timings.json").read_text())
+    assert list(found) == [str(midus_run), str(midus_grown_run), f"{midus_grown_run} uncached"] and (tmp_path / "analysis_timings.png").exists()
+    assert all(list(kinds[kind]) == ["4", "9"] and 0 < kinds[kind]["4"] < 1000 for kinds in found.values() for kind in ("prefill", "decode"))
+    analysis.main([*flags, "--repetitions=1"])
+    assert sorted({length for length, *_ in rounds[12:]}) == [4, 16, 29] and "for prompts of 4, 16, 29 tokens" in capsys.readouterr().out
+    for wrong in ("--lengths=30", "--lengths=0,4", "--lengths=4,x", "--new_tokens=1", "--repetitions=0", "--new_tokens=32"):
+        with pytest.raises(ConfigError, match="with a context of 32 tokens"):
+            analysis.main([*flags, wrong])
+    model = sample.load_model(midus_grown_run, "cpu")[0]
+    with torch.inference_mode():
+        cached = model(some_tokens(2, 9))[0]
+        with analysis.uncached(model):
+            torch.testing.assert_close(model(some_tokens(2, 9))[0], cached, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("flags, message", [
-    (["entropy"], "and --runs="), (["colour", "--runs=RUN"], "give one of entropy, separability, blimp, router"), (["router", "--runs=RUN"], "for models with routers"),
+    (["entropy"], "and --runs="),
+    (["colour", "--runs=RUN"], "give one of entropy, separability, blimp, retrieval, router, importance, slots, timings"), (["router", "--runs=RUN"], "for models with routers"),
     (["separability", "--runs=RUN", "--occurrences=1000000"], "has too few of is ("), (["separability", "--runs=RUN", "--dataset=BYTES"], "was trained with another tokenizer, bpe"),
     (["blimp", "--runs=RUN", "--blimp=nowhere"], "has no determiner_noun_agreement_with_adj_irregular_1.jsonl"), (["entropy", "--runs=nowhere"], "no checkpoint nowhere"),
 ])

@@ -1,18 +1,28 @@
-"""What the layers of trained models hold: LIMe's analyses (sections 5.3 and 5.5, Appendix D), as pictures and numbers.
+"""What the layers of trained models hold: LIMe's analyses (sections 5.3 and 5.5, Appendix D) and MIDUS's (Figures 2 and 3), as pictures and numbers.
 
     python experiments/analysis.py entropy --runs=out/lime-d4,out/lime-d4-dense            # Renyi entropy of values and hidden states
     python experiments/analysis.py separability --runs=out/lime-d4,out/lime-d4-dense       # of is, are, was, were, by a linear classifier
     python experiments/analysis.py blimp --blimp=FOLDER --runs=out/lime-d4,out/lime-d4-dense    # grammatical or not? by a linear classifier
     python experiments/analysis.py retrieval --runs=out/hiermem-d4                         # loss with fetched, generic, wrong and no memories
     python experiments/analysis.py router --runs=out/lime-d4                               # which layers each layer reads
+    python experiments/analysis.py importance --dataset=ebooks --runs=out/base,out/midus   # of every attention head, before CPT and after
+    python experiments/analysis.py slots --runs=out/midus                                  # which memory slots each head uses
+    python experiments/analysis.py timings --runs=out/llama-pro,out/midus,out/base         # of prefill and decoding, by prompt length
 
-Values are what a layer's attention sums up, after a router or another memory has mixed them; hidden states are what its block puts out. Writes
+Values are what a layer's attention sums up, after a router or another memory has mixed them; hidden states are what its block puts out. A head's
+importance is the mean over windows of |sum over t of a_ht . dl/da_ht|, where l is the window's summed loss, or that of its answers to prompts.
+Timings go round the runs, and are medians; "uncached" is the same model without its cache of values, searching for slots in two stages. Writes
 analysis_NAME.png and analysis_NAME.json into the first run's folder. Runs that are compared must have been trained on the same tokens.
 """
+import contextlib
+import functools
 import json
 import lzma
+import re
 import sys
+import time
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import torch
@@ -20,16 +30,19 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta
-from sample import load_model
+from sample import generate, load_model
 
 # ------------------------------------------------------------------------------ settings: --key=value
 runs = ""                     # folders of runs (or ckpt.pt files), by commas
 out = ""                      # folder to write; empty: the first run's
 dataset = ""                  # data folder; empty: the one that the first run was trained on
-sequences = 64                # entropy: validation windows
+sequences = 64                # entropy, importance, slots: validation windows
 alpha = 0.5                   # entropy: its order
 occurrences = 1100            # separability: of each word
 blimp = ""                    # folder of BLiMP's PARADIGM.jsonl or .jsonl.xz
+lengths = ""                  # timings: tokens of the prompts, by commas; empty: an eighth of the context, half, all but the new tokens
+repetitions = 7               # timings: of each, in turn
+new_tokens = 8                # timings: after the prompt; the first is the prefill's
 device = "cpu"                # cpu | cuda
 _defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, float, str))}
 # ------------------------------------------------------------------------------
@@ -237,6 +250,110 @@ def router_maps(model, tok, folder, c):
     return {"layers": shares.mean(1).tolist(), "heads": (shares / shares.sum(-1, keepdim=True)).flatten(0, 1).tolist()}
 
 
+# ---------------------------------------------------------------- attention heads
+
+def head_importance(model, x, y):
+    """x, y (B, T) -> (layers, B, H), |sum over t of a_ht . dl/da_ht| of each example: |dl/dg| for a gate g = 1 on the head (MIDUS, eq. 16).
+    a_h is what head h puts out, before the output projection where there is one; layers: the blocks, then the inserted ones."""
+    layers, H, hooks = [block.attn for block in [*model.blocks, *getattr(model, "inserted", [])]], model.config.n_head, []
+    gates = next(model.parameters()).new_ones(len(layers), len(x), 1, H, 1).requires_grad_()
+    gated = lambda a, gate: (a.unflatten(-1, (H, -1)) * gate).flatten(2)
+    for attention, gate in zip(layers, gates):
+        if attention.W_O is None:                              # a memory block: its memory reads the heads
+            hooks.append(attention.register_forward_hook(lambda module, inputs, a, gate=gate: gated(a, gate)))
+        else:
+            hooks.append(attention.W_O.register_forward_pre_hook(lambda module, inputs, gate=gate: (gated(inputs[0], gate),)))
+    try:
+        loss = model(x, y)[1] * (y >= 0).sum()                 # summed over the examples too: each has gates of its own
+        return torch.autograd.grad(loss, gates)[0].squeeze((2, 4)).abs()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def importance(model, tok, folder, c, batch_size=8):
+    """IS_h, {"blocks": (layer, head), "inserted": likewise, "blocks variance": over the heads of each layer, "inserted variance": likewise}"""
+    data, found = TokenShards(folder, "val", model.config.block_size), []
+    n = min(c.sequences, data.n_windows)
+    for first in range(0, n, batch_size):
+        x, y = data.batch(range(first, min(n, first + batch_size)))
+        found.append(head_importance(model, x.to(c.device), y.to(c.device)).double().cpu())
+    mean = torch.cat(found, 1).mean(1)
+    kinds = {"blocks": mean[:len(model.blocks)], "inserted": mean[len(model.blocks):]}
+    variances = {f"{kind} variance": [float(heads.var(correction=0)) for heads in grid] for kind, grid in kinds.items()}
+    return {kind: grid.tolist() for kind, grid in kinds.items()} | variances
+
+
+# ---------------------------------------------------------------- memory slots
+
+@torch.no_grad()
+def slot_use(model, tok, folder, c):
+    """From inspect(): {"slots": of a head, "tokens": that were read, "touched": (layer, head), slots with any weight, "dead": (layer, head), the
+    share of the others, "dead in all heads": (layer,), "ranked": (layer, slot), shares of a head's retrievals, largest first, mean over heads}"""
+    data, use, tokens = TokenShards(folder, "val", model.config.block_size), 0, 0
+    for window in range(min(c.sequences, data.n_windows)):
+        x = data.batch([window])[0].to(c.device)
+        seen = getattr(model, "inspect", lambda idx: {})(x).get("use")
+        if seen is None:
+            raise ConfigError("`slots` is for models with memory slots whose inspect() returns their use, such as --model=midus")
+        use, tokens = use + seen[0].double().cpu() * x.size(1), tokens + x.size(1)       # (layer, head, slot)
+    dead, ranked = use == 0, use.sort(-1, descending=True).values.mean(1) / tokens
+    return {"slots": use.size(-1), "tokens": tokens, "touched": (~dead).sum(-1).tolist(), "dead": dead.double().mean(-1).tolist(),
+            "dead in all heads": dead.all(1).double().mean(-1).tolist(), "ranked": ranked.tolist()}
+
+
+# ---------------------------------------------------------------- time of inference
+
+@contextlib.contextmanager
+def uncached(model):
+    """Without the cache of values, and with the search in two stages (MIDUS, Appendices G.1 and G.2)."""
+    module = sys.modules[type(model).__module__]
+    search, module.product_key_topk = module.product_key_topk, functools.partial(module.product_key_topk, fused=False)
+    try:
+        model.train().eval()                                   # train() drops the cache
+        yield
+    finally:
+        module.product_key_topk = search
+        model.cache_values()
+
+
+def time_tokens(model, idx, count):
+    """Milliseconds that each of `count` tokens after the prompt idx (B, T) takes; the first is the prefill."""
+    stream, times = generate(model, idx, count, temperature=0), []
+    for _ in range(count):
+        start = time.perf_counter()
+        next(stream)
+        if idx.device.type != "cpu":
+            torch.accelerator.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    return times
+
+
+def timings(models, c):
+    """{run: model} -> {run: {"prefill": {length: ms}, "decode": {length: ms a token}}}, medians; "RUN uncached" where it caches values."""
+    racers = {run: (model, contextlib.nullcontext) for run, model in models.items()}
+    racers |= {f"{run} uncached": (model, functools.partial(uncached, model)) for run, model in models.items() if hasattr(model, "cache_values")
+               and any(name.endswith(".V_h") for name, _ in model.named_buffers())}
+    context, vocab_size = (min(getattr(model.config, key) for model in models.values()) for key in ("block_size", "vocab_size"))
+    room, given = context - c.new_tokens, re.fullmatch(r"(\d+(,\d+)*)?", c.lengths)
+    lengths = sorted({*map(int, c.lengths.split(","))} if c.lengths and given else {max(1, context // 8), context // 2, room})
+    if not given or c.new_tokens < 2 or c.repetitions < 1 or not 0 < lengths[0] <= lengths[-1] <= room:
+        raise ConfigError(f"lengths={c.lengths}, new_tokens={c.new_tokens}, repetitions={c.repetitions}: with a context of {context} tokens a prompt "
+                          f"has 1 to {room}; new_tokens must be 2 or more, repetitions 1 or more")
+    found = {run: {"prefill": {}, "decode": {}} for run in racers}
+    for length in lengths:
+        idx = torch.randint(vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(c.device)
+        times = {run: [] for run in racers}
+        for _ in range(1 + c.repetitions):
+            for run, (model, way) in racers.items():
+                with way():
+                    times[run].append(time_tokens(model, idx, c.new_tokens))
+        for run, rounds in times.items():                      # the first round warms up
+            found[run]["prefill"][length] = median(row[0] for row in rounds[1:])
+            found[run]["decode"][length] = median(ms for row in rounds[1:] for ms in row[1:])
+    return found
+
+
 # ---------------------------------------------------------------- the command
 
 def mean_and_sd(numbers):
@@ -272,8 +389,72 @@ def draw_router(file, found, label):
     figure.savefig(file, dpi=120)
 
 
+def draw_importance(file, found, label):
+    """A row for each run: blocks and inserted layers, layers from the bottom up. Below, the variance over the heads of each layer."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.2 * (len(found) + 1)), layout="constrained")
+    *rows, last = figure.subplots(len(found) + 1, 2)
+    for row, (run, kinds) in zip(rows, found.items()):
+        for axes, kind in zip(row, ("blocks", "inserted")):
+            if not kinds[kind]:
+                axes.set_axis_off()
+                continue
+            largest = max(max(map(max, other[kind])) for other in found.values() if other[kind])         # one scale for all runs
+            image = axes.imshow(kinds[kind], cmap="viridis", vmin=0, vmax=largest, aspect="auto", interpolation="nearest", origin="lower")
+            axes.set(title=f"{run}, {kind}", xlabel="head", ylabel="layer" if kind == "blocks" else "inserted layer")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.get_major_locator().set_params(integer=True)
+            figure.colorbar(image, ax=axes, label=label)
+    for axes, kind in zip(last, ("blocks", "inserted")):
+        for run, kinds in ((run, kinds) for run, kinds in found.items() if kinds[kind]):
+            axes.plot(kinds[f"{kind} variance"], "o-", label=run)
+            print(f"{run}, {kind}: importance, layer by layer: mean ± standard deviation of the heads")
+            print(" ", *(f"{sum(row) / len(row):.3g} ± {v ** .5:.3g}" for row, v in zip(kinds[kind], kinds[f"{kind} variance"])), sep="  ")
+        axes.set(title=f"variance over heads, {kind}", xlabel="layer" if kind == "blocks" else "inserted layer", yscale="log")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        if axes.lines:
+            axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+def draw_slots(file, found, label):
+    """A row for each run: the share of dead slots of each head, and how unequally the others are used."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 3.5 * len(found)), layout="constrained")
+    for (left, right), (run, use) in zip(figure.subplots(len(found), 2, squeeze=False), found.items()):
+        print(f"{run}: slots that each head touches, of {use['slots']:,}, by {use['tokens']:,} tokens")
+        for layer, (touched, dead) in enumerate(zip(use["touched"], use["dead in all heads"])):
+            print(f"  layer {layer}:", *(f"{n:6d}" for n in touched), f"   {dead:.1%} dead in all heads")
+            shares = [share for share in use["ranked"][layer] if share > 0]
+            right.loglog(range(1, len(shares) + 1), shares, label=f"layer {layer}")
+        image = left.imshow(use["dead"], cmap="viridis", vmin=0, vmax=1, aspect="auto", interpolation="nearest", origin="lower")
+        left.set(title=run, xlabel="head", ylabel="inserted layer")
+        for axis in (left.xaxis, left.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        right.set(title="mean over heads", xlabel="slot, by rank", ylabel="share of a head's retrievals")
+        right.legend()
+        figure.colorbar(image, ax=left, label=label)
+    figure.savefig(file, dpi=120)
+
+
+def draw_timings(file, found, label):
+    """Milliseconds by prompt length; printed, also in parts of the first run's."""
+    from matplotlib.figure import Figure
+    figure, first = Figure(figsize=(9, 3.5), layout="tight"), next(iter(found.values()))
+    for axes, (kind, title) in zip(figure.subplots(1, 2), (("prefill", "prefill"), ("decode", "each later token"))):
+        print(f"{title}, ms (and parts of the first), for prompts of {', '.join(map(str, first[kind]))} tokens")
+        for run, kinds in found.items():
+            print(f"  {run:30}", *(f"{ms:9.2f} ({ms / first[kind][length]:.2f})" for length, ms in kinds[kind].items()))
+            axes.plot([*kinds[kind]], [*kinds[kind].values()], "o--" if run.endswith(" uncached") else "o-", label=run)
+        axes.set(title=title, xlabel="tokens of the prompt", ylabel=label, ylim=(0, None))
+    axes.legend()
+    figure.savefig(file, dpi=120)
+
+
 ANALYSES = {"entropy": (entropy, draw_layers, "Renyi entropy (nats)"), "separability": (separability, draw_layers, "accuracy"),
-            "blimp": (probe_blimp, draw_layers, "accuracy"), "retrieval": (retrieval, draw_retrieval, "validation loss (nats)"), "router": (router_maps, draw_router, "share")}
+            "blimp": (probe_blimp, draw_layers, "accuracy"), "retrieval": (retrieval, draw_retrieval, "validation loss (nats)"),
+            "router": (router_maps, draw_router, "share"), "importance": (importance, draw_importance, "importance IS_h"),
+            "slots": (slot_use, draw_slots, "share of dead slots"), "timings": (lambda model, *others: model, draw_timings, "ms")}
 
 
 def main(argv):
@@ -291,6 +472,8 @@ def main(argv):
         if [load_meta(folder)[key] for key in ("tokenizer", "vocab_size")] != trained:
             raise ConfigError(f"{path} was trained with another tokenizer, {trained[0]} of {trained[1]:,}, than {folder}: --dataset= names a folder")
         found[path] = analyse(model, tok, folder, c)
+    if commands[0] == "timings":
+        found = timings(found, c)                              # of all in turn
     target = Path(c.out or (paths[0] if Path(paths[0]).is_dir() else Path(paths[0]).parent))
     target.mkdir(parents=True, exist_ok=True)
     file = target / f"analysis_{commands[0]}.png"

@@ -74,7 +74,7 @@ def load_experiment(path, scale):
     """The experiment file's names, checked; variants become {name: (overrides, the paper's number or None, seeds)}."""
     if not Path(path).is_file():
         raise ConfigError(f"there is no experiment file {path}")
-    exp = {"claims": [], "prepare": "", "name": Path(path).stem, **runpy.run_path(str(path))}
+    exp = {"claims": [], "prepare": "", "also": (), "name": Path(path).stem, **runpy.run_path(str(path))}
     if missing := [k for k in ("model", "metric", "baseline", "seeds", "variants", scale) if k not in exp]:
         raise ConfigError(f"{path} does not define {', '.join(missing)} (experiments/README.md shows a whole experiment file)")
     folders = {}
@@ -84,8 +84,8 @@ def load_experiment(path, scale):
         if folders.setdefault(slug(name), name) != name or "," in name:
             raise ConfigError(f"{path}: variant {name!r} has a comma or the same folder name as {folders[slug(name)]!r}: {slug(name)}")
         start = str(value[0].get("init_from", ""))
-        if start.startswith("@") and slug(start) not in list(folders)[:-1]:
-            raise ConfigError(f"{path}: {name!r} has init_from={start!r}, which must name a variant above it")
+        if start.startswith("@") and "/" not in start and slug(start) not in list(folders)[:-1]:
+            raise ConfigError(f"{path}: {name!r} has init_from={start!r}, which must name a variant above it, or @EXPERIMENT/VARIANT")
     if not isinstance(exp["baseline"], dict):                   # one for all; a dict has each variant's own
         exp["baseline"] = dict.fromkeys(exp["variants"], exp["baseline"])
     if unknown := [n for n in (*exp["baseline"], *exp["baseline"].values(), *sum(pairs(exp), ())) if n not in exp["variants"]]:
@@ -139,9 +139,11 @@ def plan(exp, opt, dataset):
         for name in (n for n in names if seed < exp["variants"][n][2]):
             keys, needs = settings(exp, opt.scale, name), ""
             if str(keys.get("init_from", "")).startswith("@"):
-                needs = f"{base}/{slug(keys['init_from'])}/s{seed}"
+                other, _, start = keys["init_from"][1:].rpartition("/")                  # the part before / is another experiment
+                needs = f"{opt.out}/{other or exp['name']}-{opt.scale}/{slug(start)}/s{seed}"
                 keys["init_from"] = f"{needs}/ckpt.pt"
-            keys |= {"seed": seed, **({"dataset": dataset} if dataset else {})}
+            own = keys.pop("dataset", "@").replace("@", dataset)                         # "@" is the experiment's own folder
+            keys |= {"seed": seed, **({"dataset": own} if own else {})}
             runs.append(Run(name, seed, f"{base}/{slug(name)}/s{seed}", [f"--{k}={v}" for k, v in keys.items()], needs))
     return runs
 
@@ -220,9 +222,11 @@ def collect(exp, opt, runs, file, data_id=""):
         if result := run.result():
             result = {key: value for key, value in result.items() if key not in ("config", "model_config")}   # these may hold paths
             rows[run.name, run.seed] = {"variant": run.name, **result, "seed": run.seed, "overrides": settings(exp, opt.scale, run.name)}
-    ids = sorted({str(row["data_id"]) for row in rows.values()} | ({data_id} if data_id else set()))
-    if len(ids) > 1:
-        raise ConfigError(f"results on different data (data_id {', '.join(ids)}) are never mixed: move {file.relative_to(ROOT)} away, "
+    ids = {"": {data_id} - {""}}                                # by the variant's own `dataset`
+    for row in rows.values():
+        ids.setdefault(row["overrides"].get("dataset", ""), set()).add(str(row["data_id"]))
+    if mixed := [sorted(group) for group in ids.values() if len(group) > 1]:
+        raise ConfigError(f"results on different data (data_id {', '.join(mixed[0])}) are never mixed: move {file.relative_to(ROOT)} away, "
                           "or give the --dataset= on which its rows were made")
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8")
@@ -263,16 +267,18 @@ def table(exp, opt, rows):
     """Markdown: one line per variant, one per claim."""
     bases, metric = exp["baseline"], exp["metric"]
     minus = next(iter(bases.values())) if len({*bases.values()}) == 1 else "its baseline"
-    lines = [f"# {exp['name']}, scale {opt.scale}", "", (exp["__doc__"] or "").strip(), "",
-             f"| variant | parameters | {metric} | minus {minus} | paper | paper's difference | step time | seeds |", "| --- " * 8 + "|"]
+    head = ["variant", "parameters", metric, f"minus {minus}", "paper", "paper's difference", *exp["also"], "step time", "seeds"]
+    lines = [f"# {exp['name']}, scale {opt.scale}", "", (exp["__doc__"] or "").strip(), "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, (_, printed, _) in exp["variants"].items():
         mine, base, now = rows[name], bases.get(name, name), source_hash(settings(exp, opt.scale, name)["model"])
         both = [(mine[s], rows[base][s]) for s in mine if s in rows[base]]
-        times = [a["step_ms"] / b["step_ms"] for a, b in both if (a["device"], a["threads"]) == (b["device"], b["threads"])]
+        alike = [(a, b) for a, b in both if (a["device"], a["threads"]) == (b["device"], b["threads"])]
+        times = [a["step_ms"] / b["step_ms"] for a, b in alike if a["step_ms"] and b["step_ms"]]         # no steps, no time
         total = [a["params"]["total"] - (name != base) * b["params"]["total"] for a, b in both]
         cells = [name + " †" * any(row["source_hash"] != now for row in mine.values()), f"{total[0]:{'+' * (name != base)},}" if both else "-",
                  text([row[metric] for row in mine.values()]), text(differences(exp, rows, name, base) if name != base else [], "+"),
-                 "-" if printed is None else str(printed), text([d] if name != base and (d := paper(exp, name, base)) is not None else [], "+"),
+                 "-" if printed is None else f"{printed:.5g}", text([d] if name != base and (d := paper(exp, name, base)) is not None else [], "+"),
+                 *(text([row[m] for row in mine.values() if row.get(m) is not None]) for m in exp["also"]),
                  f"{mean(times):.2f}x" if times else "-", str(len(mine))]
         lines.append(f"| {' | '.join(cells)} |")
     if exp["claims"]:

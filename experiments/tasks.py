@@ -2,6 +2,7 @@
 
     python experiments/tasks.py arithmetic --operands=6 --max_value=19 --samples=50000 --out=data/aet6
     python experiments/tasks.py facts --source=FOLDER_OF_TEXTS --text_chars=4000000 --clusters=8,8 --out=data/facts     # rare facts in text
+    python experiments/tasks.py domains --source=data/edu --prefix=standardebooks/ --out=data/ebooks     # a shift of domain: also data/ebooks_old
     python experiments/tasks.py prosqa --val=FOLDER/prosqa_test.json.xz --out=data/prosqa      # the published test set, generated training data
     python train.py --dataset=data/aet6                        # a sample is a row; the loss is on the answer; evaluations give the accuracy too
     python experiments/tasks.py accuracy --out_dir=out/move-d4 # of a checkpoint, by number of operands (ProsQA: of steps)
@@ -17,6 +18,10 @@ Facts are invented and mixed into text: 16 domains with words of their own, in e
 times ("The vorgath at Selmuri show that the nirith called Tobarek is made of wool."). Evaluations give recall_N, the share of the things mentioned N
 times of which the model finds the right one among its domain's 8 materials likeliest, after a sentence form of the text; new_N, after a form
 that is not in it. Guessing gets 1/8.
+
+Domains splits text in two, for going on with another domain: records {"text", "source"} whose source begins with the prefix are the new domain, in
+OUT, all others the old one, in OUT_old. Both have a tokenizer trained on the old one. Evaluations on OUT also give retention_loss and retention_bpb,
+those of the old domain's first 131,072 held-out tokens.
 """
 import hashlib
 import json
@@ -33,7 +38,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare_fineweb
-from prepare_fineweb import EOT, ConfigError, TokenShards, configure, find_dataset, get_tokenizer, help_text, load_meta, prepare
+from prepare_fineweb import EOT, ConfigError, TokenShards, configure, find_dataset, get_tokenizer, help_text, load_meta, need, prepare
 
 # ------------------------------------------------------------------------------ settings: --key=value
 out = ""                      # folder to write; empty: data/TASK
@@ -43,11 +48,12 @@ seed = 1337                   # of the generator
 overwrite = False             # write anew where a finished folder is
 operands = "6"                # arithmetic: one number or several, 4,5,6
 max_value = 99                # arithmetic: the largest integer
-source = "fineweb_edu"        # facts: fineweb_edu, or a file or folder with texts as for prepare_fineweb.py
+source = "fineweb_edu"        # facts: fineweb_edu, or a file or folder with texts as for prepare_fineweb.py, which domains wants
+prefix = ""                   # domains: of the `source` of the new domain's records
 text_chars = 4_000_000        # facts: characters of training text among which they are mixed
 per_bucket = 48               # facts: things for each number of mentions, a multiple of 16
 clusters = ""                 # facts: 8,8: a tree over everything, for model_hiermem.py (other models do not mind)
-vocab_size = 4096             # facts: tokens of the bpe trained on them
+vocab_size = 4096             # facts, domains: tokens of the bpe trained on them (domains: on the old one)
 train = ""                    # prosqa: a published .json or .json.xz to train on; empty: generated
 val = ""                      # prosqa: likewise the held-out one
 tokenizer = ""                # prosqa, facts: gpt2 | bytes (prosqa) | bpe (facts) | a tokenizer.json; empty: the first and the third
@@ -289,6 +295,11 @@ def fact_documents(things, rng, sentences=8):
     return documents
 
 
+def held_out(text):
+    """The split of a text whose file does not say it, as a file of val* does: a tenth is held out."""
+    return "val" if hashlib.sha256(text.encode()).digest()[0] < 26 else "train"
+
+
 def facts(c, folder):
     """Records into folder -> settings for prepare()"""
     if c.per_bucket < 16 or c.per_bucket % 16:
@@ -296,7 +307,7 @@ def facts(c, folder):
     rng, splits = random.Random(c.seed), {"train": [], "val": []}
     chars = {"train": c.text_chars, "val": max(200_000, c.text_chars // 10)}
     for split, prompt, text, topic in prepare_fineweb.read_documents(SimpleNamespace(**prepare_fineweb._defaults | {"source": c.source})):
-        split = split or ("val" if hashlib.sha256(text.encode()).digest()[0] < 26 else "train")      # a tenth; a file of val* says so itself
+        split = split or held_out(text)
         if chars[split] > 0 and prompt is None:
             splits[split].append({"text": text, "topic": topic})
             chars[split] -= len(text)
@@ -357,11 +368,53 @@ def recall(model, folder, leaf="", batch_size=64):
     return {"recall": rate(new=False), **{f"recall_{m}": rate(new=False, mentions=m) for m in MENTIONS}, **{f"new_{m}": rate(new=True, mentions=m) for m in MENTIONS}}
 
 
+# ---------------------------------------------------------------- domains
+
+def old_domain(folder):
+    folder = Path(folder).resolve()
+    return folder.with_name(folder.name + "_old")
+
+
+def domains(c, folder):
+    """Records of the new domain into folder -> settings for prepare(); the old domain's data folder is made here."""
+    if not c.prefix or not Path(c.source).exists():
+        raise ConfigError(f"source={c.source}, prefix={c.prefix!r}: domains wants a file or folder of records {{'text', 'source'}}, and the "
+                          "beginning of the new domain's sources: --source=FOLDER --prefix=books/")
+    settings = SimpleNamespace(**prepare_fineweb._defaults | {"source": c.source, "topic_field": "source"})
+    old, new = ({"train": [], "val": []} for _ in range(2))
+    for split, prompt, text, source in prepare_fineweb.read_documents(settings):
+        need(prompt is None, f"source={c.source}: domains wants records with a text, not with prompt and answer")
+        (new if source.startswith(c.prefix) else old)[split or held_out(text)].append({"text": text, "source": source})
+    if missing := [name for name, splits in (("old", old), ("new", new)) if not all(splits.values())]:
+        raise ConfigError(f"prefix={c.prefix}: the {missing[0]} domain has too few records in {c.source} to train on some and hold out others")
+    target = old_domain(c.out or "data/domains")
+    records = target.with_name(target.name + "_records")
+    save_records(records, old)
+    save_records(folder, new)
+    prepare(source=records, out=target, overwrite=True, tokenizer="bpe", vocab_size=c.vocab_size)
+    return dict(tokenizer=target / "tokenizer.json")
+
+
+@torch.no_grad()
+def retention(model, data, batch_size=16):
+    """{"retention_loss": mean of the old domain's first held-out tokens (nats), "retention_bpb"}, tokens without bytes left out, as in train.py."""
+    folder, device = old_domain(data.paths[0].parent), next(model.parameters()).device
+    old, lengths = TokenShards(folder, "val", data.block_size), torch.from_numpy(prepare_fineweb.load_token_bytes(folder))
+    nats, count, size, n = 0.0, 0, 0, min(max(1, 131072 // old.block_size), old.n_windows)
+    for first in range(0, n, batch_size):
+        x, y = old.batch(range(first, min(n, first + batch_size)))
+        size += int(lengths[y].sum())
+        y = y.masked_fill(lengths[y] == 0, -1)
+        here = int((y >= 0).sum())
+        nats, count = nats + float(model(x.to(device), y.to(device))[1]) * here, count + here
+    return {"retention_loss": nats / count, "retention_bpb": nats / math.log(2) / size}
+
+
 # ---------------------------------------------------------------- the data folder
 
 SIZES = ("samples", "val_samples")
 TASKS = {"arithmetic": (arithmetic, (*SIZES, "operands", "max_value")), "prosqa": (prosqa, (*SIZES, "train", "val", "tokenizer")),
-         "facts": (facts, ("source", "text_chars", "per_bucket", "clusters"))}
+         "facts": (facts, ("source", "text_chars", "per_bucket", "clusters")), "domains": (domains, ("source", "prefix"))}
 
 
 def save_records(folder, splits):
@@ -383,7 +436,10 @@ def write_task(name, c):
     if name == "facts":
         write_questions(c, folder)
     task = {"name": name} | {key: getattr(c, key) for key in ("seed", *keys)}
-    (folder / "meta.json").write_text(json.dumps(json.loads((folder / "meta.json").read_text()) | {"task": task}, indent=1))
+    meta = json.loads((folder / "meta.json").read_text()) | {"task": task}
+    if name == "domains":
+        meta["tokenizer"] = load_meta(old_domain(folder))["tokenizer"]                   # called alike: it is the same
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
 
 # ---------------------------------------------------------------- accuracy
@@ -396,9 +452,11 @@ def result(text, ended=True):
 
 def accuracy(model, data, tok, batch_size=256):
     """The samples of a task, TokenShards, answered greedily -> {"accuracy": fraction that is right, "accuracy_6": of those with 6 operands, ...};
-    of facts recall()."""
+    of facts recall(), of domains retention()."""
     if data.meta["task"]["name"] == "facts":
         return recall(model, data.paths[0].parent)
+    if data.meta["task"]["name"] == "domains":
+        return retention(model, data)
     from sample import answer_greedy
     x, y = data.batch(range(data.n_windows))                   # a row: eot prompt answer eot eot ...; targets are the answer and one eot
     starts = (y >= 0).int().argmax(1).tolist()
@@ -421,10 +479,10 @@ def print_accuracy(c):
     meta = load_meta(folder)
     if "task" not in meta:
         raise ConfigError(f"{folder} is no task's data folder: `python experiments/tasks.py arithmetic` makes one, --dataset= names another")
-    data = TokenShards(folder, "val", meta.get("block_size", 256))
+    data = TokenShards(folder, "val", meta.get("block_size", model.config.block_size))
     print(f"{c.out_dir}, step {ckpt['step']}, {data.n_windows} samples of {folder}")
     for key, value in accuracy(model, data, tok).items():
-        print(f"{key:12} {value:.4f}")
+        print(f"{key:14} {value:.4f}")
 
 
 def plot_curves(path):
