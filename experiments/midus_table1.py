@@ -4,7 +4,8 @@ The base has learned the OpenStax part of educational prose; every method starts
 (on more of the same text, whoever trains all parameters wins). retention_loss is that of the old domain's held-out text. The paper's numbers are the
 log of its WikiText perplexities, which after CPT on FineWeb-Edu measure transfer. "base untouched" takes no step; "base on old" is what as many tokens
 of the old domain would still have given the base: if more than 0.01, it was not trained to its end. data/edu is a folder of records {"text",
-"source"}. Methods compare at their best rates: midus_rates.py."""
+"source"}. All methods run at the recipe's learning rate; midus_rates.py sweeps it for
+each of them, and its winners belong here before an order is believed."""
 from math import log
 
 model, metric, also, seeds = "midus", "val_loss", ("retention_loss",), 2
