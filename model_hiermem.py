@@ -29,7 +29,7 @@ other kinds of memory, the tree, subtrees and their merge. The anchor alone, and
     python train.py --model=hiermem --dense=True --dataset=TEXTS --out_dir=out/anchor
     python train.py --model=hiermem --init_from=out/anchor --memory=ffn --learning_rate=1e-3 --dataset=TEXTS    # --frozen=True: A3
 """
-import functools, hashlib, json, math, random, re, sys, zipfile, zlib
+import functools, hashlib, json, math, os, random, re, sys, zipfile, zlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
@@ -41,7 +41,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import gather_rows
+from kernels import coalesced, gather_rows
 
 
 @dataclass
@@ -68,7 +68,8 @@ class Config:
     layers: str = "all"           # all | early | middle | late: 2L/7 of them, with as much memory in all (Table 9)
     generic: float = -1.0         # share of training sequences that take the generic memory; -1: 1/(k_1 + 1)
     frozen: bool = False          # only memories are trained
-    subtree: str = ""             # asynchronous training: 0 ... k_1-1, the memories under a level-1 node, or generic; "": all
+    subtree: str = ""             # train the memories under a node of level 1, 0 ... k_1-1, or any node, level:node, or generic; "": all
+    placement: str = ""           # where each level is, cpu,disk: on the device, in host memory or in a file; "": all on the device
     sparse_memory: bool = True    # only fetched blocks cost time (RowAdamW); False: dense gradients, AdamW over the whole bank
     retriever: str = ""           # content hash of the tree that the blocks belong to; set from the data
 
@@ -83,7 +84,6 @@ class Config:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
         numbers = all(re.fullmatch(r"\d+(,\d+)*", text) for text in (self.clusters, self.ranks))
-        k_1 = self.factors[0] if numbers else 0
         for good, names, advice in (
                 (self.head_dim > 1 and self.head_dim % 2 == 0, "n_embd n_head head_dim", "head_dim must be even"),
                 (self.n_head % self.n_kv_head == 0, "n_head n_kv_head", "n_head must be a multiple of n_kv_head"),
@@ -92,9 +92,7 @@ class Config:
                  "needs a factor of 2 or more and a rank for each level (clusters=8,8 ranks=64,24), not all ranks 0 (memory=none is without)"),
                 (self.generic == -1 or 0 <= self.generic <= 1, "generic", "must be between 0 and 1, or -1 (automatic)"),
                 (self.kind or not (self.frozen or self.subtree), "memory frozen subtree", "without memories there is nothing else to train"),
-                (self.subtree in ("", "generic", *map(str, range(k_1))), "subtree clusters", f"choose 0 to {k_1 - 1}, or generic"),
-                (self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True"),
-                (self.retriever or not self.subtree, "subtree retriever", "the data has no tree: prepare it with --clusters=8,8")):
+                *(check for checks in CHECKS if numbers for check in checks(self))):
             if not good:
                 raise ValueError(", ".join(f"{name}={getattr(self, name)}" for name in names.split()) + ": " + advice)
 
@@ -109,6 +107,8 @@ class Config:
     level_sizes = property(lambda self: tuple(len(self.memory_layers) * r * sum(width for width, _ in self.kind.parts(self).values())
                                               for r in self.level_ranks) if self.kind else (0,) * len(self.factors))
     memory_layers = property(lambda self: PLACES[self.layers](self.n_layer, round(2 * self.n_layer / 7) or 1))
+    places = property(lambda self: tuple(self.placement.split(",")) if self.placement else ("device",) * len(self.level_ranks))
+    root = property(lambda self: int(self.subtree.rpartition(":")[0] or 1))                  # level of the subtree's node
     make_norm = lambda self, width: NORMS[self.norm](width, self.norm_eps)
     kind = property(lambda self: MEMORIES.get(self.memory))    # None: no memory
 
@@ -118,7 +118,7 @@ PRESETS = {                       # Tables 4 to 6 with the memories of rows A2, 
     "openlm_410m": dict(n_layer=24, n_embd=1024, n_head=16, n_inner=2816, tied=False, clusters="16,16,16,16", ranks="512,128,32,0"),
     "openlm_1b": dict(n_layer=24, n_embd=2048, n_head=16, n_inner=5632, tied=False, clusters="16,16,16,16", ranks="768,256,16,0"),
 }
-PLACES = {"all": lambda L, n: range(L)}                         # (L, n) -> the layers that have a memory
+PLACES, CHECKS = {"all": lambda L, n: range(L)}, []             # (L, n) -> the layers that have a memory; more rules for Config's fields
 DENSE = dict(memory="none")
 RECIPE = {                        # the paper's for an anchor; memories and co-training: 1e-4 -> 1e-5, wd 1e-3; all from scratch: 1e-3 -> 1e-5, wd 0.1
     "adamw": dict(learning_rate=5e-3, min_lr=5e-5, weight_decay=0.05, beta1=0.9, beta2=0.95, grad_clip=1.0, schedule="cosine"),
@@ -271,18 +271,26 @@ MEMORIES = {"ffn": FFN}                                        # LoRA and key-va
 
 class Level(nn.Module):
     """One level of the bank: a row of s_l = layers*rank*width numbers for every node, and the last row, which is generic."""
+    gather = staticmethod(gather_rows)
 
     def __init__(self, config, nodes, rank, size):
         super().__init__()
-        self.shape, self.sparse = (len(config.memory_layers), rank, -1), config.sparse_memory
+        self.shape, self.sparse, self.parts = (len(config.memory_layers), rank, -1), config.sparse_memory, config.kind.parts(config).values()
         self.table = nn.Parameter(torch.empty(nodes + 1, size))
 
+    def init(self, rows, nodes, g):                            # a block has random numbers of its own, so it can be made when it is first needed
+        for row, seed in zip(rows, [g.initial_seed() + node for node in nodes]):
+            g.manual_seed(seed)
+            for part, (_, start) in zip(row.view(self.shape).split([width for width, _ in self.parts], -1), self.parts):
+                start(part, g)
+
     def forward(self, node):
-        """node (B,) int64, -1: generic -> (B, layers, rank, width). Sequences that share a node share its row: it is read
-        once, and their gradients add up in it."""
+        """node (B,) int64, -1: generic -> (B, layers, rank, width). A row that sequences share is read once, and their gradients add up in it."""
         distinct, inverse = torch.unique(node % len(self.table), return_inverse=True)
-        rows = gather_rows(self.table, distinct, self.sparse)                            # (U, s_l)
+        rows = self.gather(self.table, distinct, self.sparse)                            # (U, s_l)
         return rows.view(len(rows), *self.shape).index_select(0, inverse)
+
+LEVELS = {"device": Level}                                     # levels elsewhere join below the fold
 
 
 # ================================================================ the model ===============================================================
@@ -314,8 +322,8 @@ class Model(nn.Module):
         self.norm = config.make_norm(config.n_embd)
         self.head = None if config.tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)   # None: the embedding's matrix
         self.requires_grad_(not config.frozen)
-        levels = enumerate(zip(config.nodes, config.level_ranks, config.level_sizes), 1)
-        self.bank = nn.ModuleDict({str(l): Level(config, n, r, s) for l, (n, r, s) in levels if s})
+        levels = enumerate(zip(config.places, config.nodes, config.level_ranks, config.level_sizes), 1)
+        self.bank = nn.ModuleDict({str(l): LEVELS[place](config, n, r, s).requires_grad_(l >= config.root) for l, (place, n, r, s) in levels if s})
 
     @torch.no_grad()
     def init_weights(self):
@@ -325,10 +333,7 @@ class Model(nn.Module):
         for name, p in self.named_parameters():
             g, depth = own_generator(name, p), (2 * (int(name.split(".")[1]) + 1)) ** -0.5 if name.startswith("blocks") else 1
             if name.endswith("table"):
-                rows = p.view(len(p), *self.bank[name.split(".")[1]].shape)
-                widths, starts = zip(*self.config.kind.parts(self.config).values())
-                for part, start in zip(rows.split(widths, -1), starts):
-                    start(part, g)
+                self.bank[name.split(".")[1]].init(p, range(len(p)), g)
             elif p.ndim == 1:
                 p.fill_(0 if name.endswith("bias") else 1)
             else:
@@ -394,7 +399,7 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """Anchor and bank; weight decay for all (section A). RowAdamW updates the blocks that were fetched, and no other."""
-        bank = list(self.bank.parameters())
+        bank = [p for p in self.bank.parameters() if p.requires_grad]
         anchor = [p for name, p in self.named_parameters() if not name.startswith("bank.")]
         return [dict(params=params, kind=kind, lr=learning_rate, weight_decay=weight_decay, schedule=True)
                 for params, kind in ((anchor, "adamw"), (bank, "rows" if self.config.sparse_memory else "adamw")) if params]
@@ -466,6 +471,125 @@ class KV(Memory):
 MEMORIES |= {"lora_qk": LoRAQK, "lora_vo": LoRAVO, "lora_ffn": LoRAFFN, "kv": KV}
 PLACES |= {"early": lambda L, n: range(n), "middle": lambda L, n: range((L - n) // 2, (L - n) // 2 + n),           # Table 9
            "late": lambda L, n: range(L - n, L)}
+
+
+# ---------------------------------------------------------------- levels that are not on the device: in host memory, or in a file
+
+class Fetch(torch.autograd.Function):                          # gather_rows, of a level that is elsewhere
+    @staticmethod
+    def forward(ctx, table, nodes, level):
+        ctx.nodes, ctx.shape = nodes, table.shape
+        return level.read(nodes)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return coalesced(ctx.nodes, grad, ctx.shape), None, None
+
+
+class Away(Level):
+    """A level of which no more than a batch needs is on the device: blocks, Adam's moments and step counts come, and go back after the step.
+
+    table stands for all the blocks and holds one number: gradients gather there, and by it RowAdamW finds the level. home (n_l + 1, slots, 3, s_l)
+    has each node's block and its moments, in host memory, or with two slots in a sparse file beside the checkpoint. slot (n_l + 1,) says which
+    one counts; 0: none, the initial values are made when they are read. The slot that the last checkpoint names is written to only when the
+    next is whole: a kill at any moment loses nothing, and a checkpoint need not hold the blocks."""
+
+    def __init__(self, config, nodes, rank, size, slots=1):
+        with torch.device("meta"):
+            super().__init__(config, nodes, rank, size)
+        self.size, self.path, self.kept = (nodes + 1, slots, 3, size), None, None
+        self.table = nn.Parameter(torch.zeros(1, 1).expand(nodes + 1, size))
+        with torch.device("cpu"):
+            state = dict(home=torch.empty(0), slot=torch.zeros(nodes + 1, dtype=torch.long), steps=torch.zeros(nodes + 1), seed=torch.tensor(0))
+        for name, t in state.items():
+            self.register_buffer(name, t)
+        self.table.home, self.saved = self, self.slot.clone()
+
+    def _apply(self, fn, recurse=True):                        # .to() and to_empty() move what stands for the blocks, and no block
+        self.table = nn.Parameter(fn(self.table.detach()[:1, :1]).expand(self.table.shape), self.table.requires_grad)
+        self.table.home = self
+        return self
+
+    def init(self, rows, nodes, g):
+        self.seed.fill_(g.initial_seed())
+
+    def gather(self, table, nodes, sparse):
+        if torch.is_grad_enabled():
+            return Fetch.apply(table, nodes, self)
+        if self.kept is None or not torch.equal(self.kept[0], nodes):                    # else the last prompt's, of the same node
+            self.kept = nodes, self.read(nodes)[0]
+        return self.kept[1]
+
+    @torch.no_grad()
+    def read(self, nodes, parts=1):
+        """nodes (U,) -> their blocks (U, s_l) and, with parts=3, both moments, on the device."""
+        rows = torch.zeros(len(nodes), parts, self.size[-1], device="cpu")
+        for row, node in zip(rows, nodes.tolist()):
+            if self.slot[node]:
+                row.copy_(self.home[node, self.slot[node] - 1, :parts])
+            else:
+                super().init(row[:1], [node], torch.Generator().manual_seed(int(self.seed)))
+        return rows.to(self.table.device).unbind(1)
+
+    def fetch(self, nodes):                                    # for the optimizer, with the state that it keeps of the blocks
+        block, m, v = self.read(nodes, 3)
+        return block, {"steps": self.steps[nodes.cpu()].to(block.device), "exp_avg": m, "exp_avg_sq": v}
+
+    def put(self, nodes, block, state):
+        self.home, nodes, self.kept = self.home if self.home.numel() else self.new_home(), nodes.cpu(), None
+        self.slot[nodes] = 1 + self.saved[nodes] % self.size[1]
+        for part, rows in enumerate((block, state["exp_avg"], state["exp_avg_sq"])):
+            self.home[nodes, self.slot[nodes] - 1, part] = rows.cpu()
+        self.steps[nodes] = state["steps"].cpu()
+
+    def new_home(self):
+        if self.path is None:                                  # pages of zeros, which take memory when they are written to
+            import numpy as np
+            return torch.from_numpy(np.zeros(self.size, np.float32))
+        self.path.unlink(missing_ok=True)
+        return torch.from_file(str(self.path), shared=True, size=math.prod(self.size)).view(self.size)
+
+    def begin_run(self, path, resume):
+        """A run that does not resume writes to a home of its own, and begins with the blocks that were loaded, without moments."""
+        self.path, begun = path if self.size[1] == 2 else None, self.home
+        if not resume:
+            self.home = self.new_home()
+            for node in self.slot.nonzero()[:, 0].tolist():
+                self.home[node, 0, 0] = begun[node, self.slot[node] - 1, 0]
+            self.saved = self.slot.clamp_(max=1).clone()
+            self.steps.zero_()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + "table"]
+        if self.size[1] == 2:
+            destination[prefix + "home"] = torch.empty(0)      # sample.py's load_checkpoint() puts the file here
+        if self.path is not None:
+            with open(self.path, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        state = [state_dict.get(prefix + name) for name in ("home", "slot", "steps", "seed")]
+        if any(t is None for t in state) or state[0].numel() not in (0, math.prod(self.size)):
+            return errors.append(f"{prefix}home, slot, steps and seed are not whole")
+        self.home, self.slot, self.steps, self.seed = state
+        self.home, self.saved = self.home.view(self.size) if self.home.numel() else self.home, self.slot.clone()
+
+
+LEVELS |= {"cpu": Away, "disk": functools.partial(Away, slots=2)}
+
+
+def begin_run(self, folder, resume):
+    """Before the first step: the run's folder, and whether it goes on from the checkpoint there."""
+    for l, level in self.bank.items():
+        if isinstance(level, Away):
+            level.begin_run(Path(folder) / f"ckpt.bank.{l}.home", resume)
+
+
+def saved(self):
+    """After each checkpoint, when it is whole."""
+    for level in [level for level in self.bank.values() if isinstance(level, Away)]:
+        level.saved = level.slot.clone()
 
 
 # ---------------------------------------------------------------- the retriever: embedders, the tree, the walk (section 2.1, Appendix C)
@@ -762,11 +886,21 @@ def training_context(self, context, seed, rows):
     return {**context, "leaf": context["leaf"].masked_fill(drawn, -1)} if "leaf" in context else context
 
 
+def subtree_and_placement(self):                                # Config's rules, as (whether it is so, the fields, what to do)
+    inner = [f"{l}:{i}" for l, n in enumerate(self.nodes, 1) for i in range(n)]
+    return ((self.subtree in ("", "generic", *map(str, range(self.factors[0])), *inner), "subtree clusters",
+             f"choose 0 to {self.factors[0] - 1}, or generic, or level:node"),
+            (self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True"),
+            (self.retriever or not self.subtree, "subtree retriever", "the data has no tree: prepare it with --clusters=8,8"),
+            (LEVELS.keys() >= {*self.places} and len(self.places) == len(self.factors), "placement clusters", "device, cpu or disk for each level"),
+            (self.sparse_memory or {*self.places} == {"device"}, "placement sparse_memory", "off the device only fetched blocks can be updated"))
+
+
 def wanted(self, context):
     """(N,) bool: which of the data's sequences a subtree's job trains on; None: all."""
     if self.subtree in ("", "generic"):
         return None
-    return (context["leaf"] // math.prod(self.factors[1:]) == int(self.subtree)).numpy()
+    return (context["leaf"] // (self.nodes[-1] // self.nodes[self.root - 1]) == int(self.subtree.rpartition(":")[2])).numpy()
 
 
 def start(path, ckpt, fields):
@@ -778,10 +912,10 @@ def start(path, ckpt, fields):
     have, free = ckpt["model_config"], {"frozen", "subtree", "generic", "block_size", "sparse_memory"}
     if unknown := have.keys() - Config.__dataclass_fields__.keys():
         raise ValueError(f"{path} is a checkpoint of another model: it has {', '.join(sorted(unknown))}")
-    free |= {"memory", "clusters", "ranks", "layers", "retriever"} if have["memory"] == "none" else set()
+    free |= {"memory", "clusters", "ranks", "layers", "placement", "retriever"} if have["memory"] == "none" else set()
     for key in fields.keys() - free - {"eot"}:                 # the anchor has learnt its own way with documents
-        if fields[key] not in (-1, "", have[key]):
-            raise ValueError(f"{key}={fields[key]}: {path} has {key}={have[key]}; leave {key} out, or take data with its tree")
+        if fields[key] not in (-1, "", have.get(key)):
+            raise ValueError(f"{key}={fields[key]}: {path} has {key}={have.get(key)}; leave {key} out, or take data with its tree")
     config = Config(**{**have, **{key: fields[key] for key in free & fields.keys()}})
     return {"model_config": dict(vars(config)), "model": ckpt["model"]}
 
@@ -840,7 +974,8 @@ def inspect(self, idx, leaf=-1):
 
 
 Model.training_context, Model.prompt_context, Model.inspect, Config.wanted = training_context, prompt_context, inspect, wanted
-Model.from_pretrained = staticmethod(from_pretrained)
+Model.from_pretrained, Model.begin_run, Model.saved = staticmethod(from_pretrained), begin_run, saved
+CHECKS.append(subtree_and_placement)
 
 
 if __name__ == "__main__":                                     # python model_hiermem.py out/job-* out/merged

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 import kernels
+import model_hiermem
 import model_lime
 import model_move
 import model_ultramem
@@ -3009,6 +3010,84 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
     (tmp_path / "retriever.npz").write_bytes(b"no")
     with pytest.raises(ConfigError, match="not a whole retriever file"):
         run_sample(f"--out_dir={tmp_path}", "--prompt=violin")
+
+
+PLACED = ["device,device", "cpu,cpu", "disk,disk", "disk,cpu"]
+
+
+@pytest.fixture(scope="module")
+def placed_runs(clustered, tmp_path_factory):
+    """The same co-training with the bank in every place: 8 steps of two micro-batches, checkpoints at 3, 6, 8."""
+    out = tmp_path_factory.mktemp("placed")
+    flags = [*HIER, f"--dataset={clustered}", "--learning_rate=0.01", "--weight_decay=0.1", "--max_iters=8", "--eval_interval=3"]
+    for placement in PLACED:
+        train(*flags, f"--placement={placement}", f"--out_dir={out / placement}")
+    return out, flags
+
+
+def blocks(folder):
+    """{level: (blocks and both moments (3, n + 1, s), steps)} of a checkpoint, wherever its bank is."""
+    optimizer, found = weights(folder)["optimizers"][-1]["state"], {}
+    for number, (l, level) in enumerate(sample.load_model(folder, "cpu")[0].bank.items()):
+        w, state = level.fetch(torch.arange(len(level.table))) if hasattr(level, "home") else (level.table.detach(), optimizer[number])
+        found[l] = torch.stack((w, state["exp_avg"], state["exp_avg_sq"])), state["steps"]
+    return found
+
+
+def assert_equal_runs(a, b):
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert log_of(a, key) == log_of(b, key)
+    for (l, (rows, steps)), (rows_b, steps_b) in zip(blocks(a).items(), blocks(b).values()):
+        assert torch.equal(rows, rows_b) and torch.equal(steps, steps_b) and steps.max() > 3, l
+    one, other = weights(a)["model"], weights(b)["model"]
+    assert all(torch.equal(t, other[key]) for key, t in one.items() if not key.startswith("bank."))
+
+
+@pytest.mark.parametrize("placement", PLACED[1:])
+def test_hiermem_off_the_device_trains_bitwise_as_on_it(placement, placed_runs):
+    out = placed_runs[0]
+    assert_equal_runs(out / PLACED[0], out / placement)
+    ckpt = weights(out / placement)
+    assert "bank.1.table" not in ckpt["model"] and not ckpt["optimizers"][-1]["state"], "nothing is there twice"
+    assert (ckpt["model"]["bank.1.home"].numel() == 0) == (out / placement / "ckpt.bank.1.home").exists() == placement.startswith("disk")
+
+
+@pytest.mark.parametrize("placement", PLACED[1:])
+def test_hiermem_off_the_device_a_kill_at_any_write_loses_nothing_since_the_checkpoint(placement, placed_runs, clustered, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+    deaths = [("put", 8), ("before", 1), ("put", 2), ("after", 1), ("put", 3), ("after", 1)]
+    put, replace = model_hiermem.Away.put, os.replace
+
+    def kill(moment):
+        calls.append(moment)
+        if deaths and (moment, calls.count(moment)) == deaths[0]:
+            raise Killed
+
+    def torn_put(level, nodes, block, state):                  # dies with nonsense where it was to write
+        put(level, nodes, block * (math.nan if deaths and ("put", calls.count("put") + 1) == deaths[0] else 1), state)
+        kill("put")
+
+    def replaced(source, target):
+        if Path(target).name == "ckpt.pt":
+            kill("before")
+        replace(source, target)
+        if Path(target).name == "ckpt.pt":
+            kill("after")
+    monkeypatch.setattr(model_hiermem.Away, "put", torn_put)
+    monkeypatch.setattr(os, "replace", replaced)
+    flags, steps = [*placed_runs[1], f"--placement={placement}"], []
+    while deaths:
+        calls = []
+        with pytest.raises(Killed):
+            train(*flags, f"--out_dir={tmp_path}")
+        del deaths[0]
+        steps.append(weights(tmp_path)["step"])
+        flags = ["--model=hiermem", f"--dataset={clustered}", "--init_from=resume"]
+    calls = []
+    train(*flags, f"--out_dir={tmp_path}")
+    assert steps == [3, 3, 3, 6, 6, 8]
+    assert_equal_runs(placed_runs[0] / PLACED[0], tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
