@@ -29,7 +29,7 @@ other kinds of memory, the tree, subtrees and their merge. The anchor alone, and
     python train.py --model=hiermem --dense=True --dataset=TEXTS --out_dir=out/anchor
     python train.py --model=hiermem --init_from=out/anchor --memory=ffn --learning_rate=1e-3 --dataset=TEXTS    # --frozen=True: A3
 """
-import functools, hashlib, json, math, os, random, re, sys, zipfile, zlib
+import functools, hashlib, json, math, os, random, re, sys, time, zipfile, zlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
@@ -41,7 +41,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import coalesced, gather_rows
+from kernels import gather_rows
 
 
 @dataclass
@@ -475,21 +475,10 @@ PLACES |= {"early": lambda L, n: range(n), "middle": lambda L, n: range((L - n) 
 
 # ---------------------------------------------------------------- levels that are not on the device: in host memory, or in a file
 
-class Fetch(torch.autograd.Function):                          # gather_rows, of a level that is elsewhere
-    @staticmethod
-    def forward(ctx, table, nodes, level):
-        ctx.nodes, ctx.shape = nodes, table.shape
-        return level.read(nodes)[0]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return coalesced(ctx.nodes, grad, ctx.shape), None, None
-
-
 class Away(Level):
     """A level of which no more than a batch needs is on the device: blocks, Adam's moments and step counts come, and go back after the step.
 
-    table stands for all the blocks and holds one number: gradients gather there, and by it RowAdamW finds the level. home (n_l + 1, slots, 3, s_l)
+    table stands for all the blocks and holds one zero: gradients gather there, and by it RowAdamW finds the level. home (n_l + 1, slots, 3, s_l)
     has each node's block and its moments, in host memory, or with two slots in a sparse file beside the checkpoint. slot (n_l + 1,) says which
     one counts; 0: none, the initial values are made when they are read. The slot that the last checkpoint names is written to only when the
     next is whole: a kill at any moment loses nothing, and a checkpoint need not hold the blocks."""
@@ -506,7 +495,7 @@ class Away(Level):
         self.table.home, self.saved = self, self.slot.clone()
 
     def _apply(self, fn, recurse=True):                        # .to() and to_empty() move what stands for the blocks, and no block
-        self.table = nn.Parameter(fn(self.table.detach()[:1, :1]).expand(self.table.shape), self.table.requires_grad)
+        self.table = nn.Parameter(fn(self.table.detach()[:1, :1]).zero_().expand(self.table.shape), self.table.requires_grad)
         self.table.home = self
         return self
 
@@ -515,7 +504,7 @@ class Away(Level):
 
     def gather(self, table, nodes, sparse):
         if torch.is_grad_enabled():
-            return Fetch.apply(table, nodes, self)
+            return gather_rows(table, nodes, sparse) + self.read(nodes)[0]               # zeros that have the gradient, and the blocks
         if self.kept is None or not torch.equal(self.kept[0], nodes):                    # else the last prompt's, of the same node
             self.kept = nodes, self.read(nodes)[0]
         return self.kept[1]
@@ -549,15 +538,16 @@ class Away(Level):
         self.path.unlink(missing_ok=True)
         return torch.from_file(str(self.path), shared=True, size=math.prod(self.size)).view(self.size)
 
-    def begin_run(self, path, resume):
-        """A run that does not resume writes to a home of its own, and begins with the blocks that were loaded, without moments."""
+    def settle(self, path, saved):
+        """saved: the run's checkpoint has this very state. Else it begins, with the blocks that were loaded, no moments, and a home of its own."""
         self.path, begun = path if self.size[1] == 2 else None, self.home
-        if not resume:
+        if not saved:
             self.home = self.new_home()
             for node in self.slot.nonzero()[:, 0].tolist():
                 self.home[node, 0, 0] = begun[node, self.slot[node] - 1, 0]
-            self.saved = self.slot.clamp_(max=1).clone()
+            self.slot.clamp_(max=1)
             self.steps.zero_()
+        self.saved = self.slot.clone()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -579,17 +569,11 @@ class Away(Level):
 LEVELS |= {"cpu": Away, "disk": functools.partial(Away, slots=2)}
 
 
-def begin_run(self, folder, resume):
-    """Before the first step: the run's folder, and whether it goes on from the checkpoint there."""
+def settle(self, folder, saved):
+    """train.py's folder, at the start of a run and after every checkpoint, and whether a checkpoint there has the state of this moment."""
     for l, level in self.bank.items():
         if isinstance(level, Away):
-            level.begin_run(Path(folder) / f"ckpt.bank.{l}.home", resume)
-
-
-def saved(self):
-    """After each checkpoint, when it is whole."""
-    for level in [level for level in self.bank.values() if isinstance(level, Away)]:
-        level.saved = level.slot.clone()
+            level.settle(Path(folder) / f"ckpt.bank.{l}.home", saved)
 
 
 # ---------------------------------------------------------------- the retriever: embedders, the tree, the walk (section 2.1, Appendix C)
@@ -764,6 +748,19 @@ class Retriever:
         return cls(EMBEDDERS[name](state, embedder_path), clusters, centroids)
 
 
+@torch.inference_mode()
+def load_times(self):
+    """Lines for sample.py --bench: what a prompt waits for its block of each level, after a prompt of another node and after one of the same."""
+    for l, level in self.bank.items():
+        nodes, times = level.slot.argsort(descending=True) if isinstance(level, Away) else torch.arange(len(level.table)), []
+        for node in [*nodes[:16], nodes[:16][-1]]:
+            start = time.perf_counter()
+            level(node[None].to(level.table.device)).sum().item()
+            times.append(1000 * (time.perf_counter() - start))
+        yield (f"level {l}, {self.config.places[int(l) - 1]}: {4 * level.table.size(1) / 2 ** 20:.2f} MiB a block, "
+               f"{sorted(times[:-1])[len(times) // 2]:.2f} ms from another node, {times[-1]:.2f} from the same")
+
+
 def prompt_context(self, text, places, leaf="", block="", embedder_path=""):
     """What sample.py's prompt fetches -> (context, a line that says so). leaf: generic | none | a leaf's number | "", the prompt's path in the
     tree of retriever.npz, which lies in one of the folders `places`. block: nodes that may not be entered, "level:node,..." or "best:level"."""
@@ -920,16 +917,33 @@ def start(path, ckpt, fields):
     return {"model_config": dict(vars(config)), "model": ckpt["model"]}
 
 
+def rows_of(ckpt, l):
+    """{name: tensor (n_l + 1, ...)}: all that a checkpoint has of the nodes of level l, and what RowAdamW, its last optimizer, keeps of them."""
+    rows = {key: t for key, t in ckpt["model"].items() if key.startswith(f"bank.{l}.") and t.dim()}
+    number = list(dict.fromkeys(key.split(".")[1] for key in ckpt["model"] if key.startswith("bank."))).index(str(l))
+    state = ckpt["optimizers"][-1]["state"].get(number, {})
+    return {key: t.view(Config(**ckpt["model_config"]).nodes[l - 1] + 1, -1) for key, t in (rows | state if "steps" in state else rows).items()}
+
+
+def write_bank(folder, ckpt):                                  # the levels on disk are in their files already
+    from sample import write_checkpoint
+    files = {f"bank.{l}.home": torch.empty(0) for l, place in enumerate(ckpt["model_config"]["placement"].split(","), 1) if place == "disk"}
+    for key in files.keys() & ckpt["model"].keys():
+        with open(Path(folder) / f"ckpt.{key}", "rb+") as file:
+            os.fsync(file.fileno())
+    write_checkpoint(Path(folder) / "ckpt.pt", {**ckpt, "model": {key: files.get(key, t) for key, t in ckpt["model"].items()}})
+
+
 def merge(folders, out):
     """The checkpoints of asynchronous jobs, one for each level-1 subtree and one for the generic blocks -> out/ckpt.pt with everything that they
     learnt, moments too. ValueError if the jobs had other anchors or trees, if one is missing or there twice."""
-    from sample import load_checkpoint, write_checkpoint
+    from sample import load_checkpoint
     jobs = {}
     for folder in folders:
         ckpt = load_checkpoint(folder)
         name = ckpt["model_config"].get("subtree", "")
-        if not name or name in jobs:
-            raise ValueError(f"{folder} " + (f"is a second job of subtree {name}" if name else "was not trained with --subtree="))
+        if not name or name in jobs or ":" in name:
+            raise ValueError(f"{folder} " + (f"is a second job of subtree {name}" if name in jobs else "was not trained with --subtree=, of level 1"))
         jobs[name] = ckpt
     if "generic" not in jobs:
         raise ValueError("these jobs are missing: generic")
@@ -942,20 +956,46 @@ def merge(folders, out):
             raise ValueError(f"the job of subtree {name} started from another anchor than the others")
     if missing := set(map(str, range(config.factors[0]))) - jobs.keys():
         raise ValueError(f"these jobs are missing: {', '.join(sorted(missing))}")
-    levels = [key for key in merged["model"] if key.startswith("bank.")]
-    optimizer = len(merged["optimizers"]) - 1                  # RowAdamW is the last
-    for number, key in enumerate(levels):
-        nodes = config.nodes[int(key.split(".")[1]) - 1]
-        for name, ckpt in jobs.items():
-            own = slice(int(name) * nodes // config.factors[0], (int(name) + 1) * nodes // config.factors[0])
-            state, theirs = (c["optimizers"][optimizer]["state"].get(number, {}) for c in (merged, ckpt))
-            for ours, new in ((merged["model"][key], ckpt["model"][key]), *((state[k], theirs[k]) for k in state.keys() & theirs.keys())):
-                ours[own] = new[own]
-    merged |= {"model_config": dict(vars(config)), "config": {**merged["config"], "out_dir": str(out)}}
     Path(out).mkdir(parents=True, exist_ok=True)
-    write_checkpoint(Path(out) / "ckpt.pt", merged)
+    for l in sorted({int(key.split(".")[1]) for key in merged["model"] if key.startswith("bank.")}):
+        key, file, n = f"bank.{l}.home", Path(out) / f"ckpt.bank.{l}.home", config.nodes[l - 1]
+        rows = {name: rows_of(ckpt, l) for name, ckpt in {**jobs, "generic": merged}.items()}
+        if config.places[l - 1] == "disk":
+            file.unlink(missing_ok=True)
+            merged["model"][key] = torch.from_file(str(file), shared=True, size=merged["model"][key].numel())
+        for name, ours in rows_of(merged, l).items():
+            for node in range(n + 1):
+                theirs = rows[str(node * config.factors[0] // n) if node < n else "generic"]
+                if name != key or theirs[f"bank.{l}.slot"][node]:                        # what was never written stays a hole in the file
+                    ours[node] = theirs[name][node]
+    write_bank(out, merged | {"model_config": dict(vars(config)), "config": {**merged["config"], "out_dir": str(out)}})
     for file in [Path(folders[0]) / name for name in ("tokenizer.json", "retriever.npz") if (Path(folders[0]) / name).exists()]:
         (Path(out) / file.name).write_bytes(file.read_bytes())
+
+
+def remove(folder, nodes):
+    """Takes blocks, "level:node,...", out of the checkpoint in `folder`: they are again as before any training, when a block adds nothing to any
+    text. (Keys of kv memories still take their share of the softmax.) Full removal of a document takes all blocks of its path, and a frozen
+    anchor and generic blocks that never saw it."""
+    from sample import load_checkpoint
+    ckpt, later = load_checkpoint(folder), []
+    config = Config(**ckpt["model_config"])
+    levels = {f"{l}:{node}": (l, node) for l, n in enumerate(config.nodes, 1) for node in range(n) if config.level_sizes[l - 1]}
+    if unknown := [pair for pair in nodes.split(",") if pair not in levels]:
+        raise ValueError(f"{folder} has no block {unknown[0]}: level:node, several by commas")
+    with torch.device("meta"):
+        bank = Model(config).bank
+    for l, node in (levels[pair] for pair in nodes.split(",")):
+        for name, rows in rows_of(ckpt, l).items():
+            if name.endswith("table"):
+                bank[str(l)].init(rows[node:node + 1], [node], torch.Generator().manual_seed(l))
+            elif name.endswith("home") and config.places[l - 1] == "disk":
+                later.append(rows[node])
+            else:
+                rows[node] = 0                                 # a slot too: initial values
+    write_bank(folder, ckpt)
+    for row in later:                                          # which the checkpoint no longer names
+        row.zero_()
 
 
 @torch.no_grad()
@@ -974,12 +1014,12 @@ def inspect(self, idx, leaf=-1):
 
 
 Model.training_context, Model.prompt_context, Model.inspect, Config.wanted = training_context, prompt_context, inspect, wanted
-Model.from_pretrained, Model.begin_run, Model.saved = staticmethod(from_pretrained), begin_run, saved
+Model.from_pretrained, Model.settle, Model.load_times = staticmethod(from_pretrained), settle, load_times
 CHECKS.append(subtree_and_placement)
 
 
-if __name__ == "__main__":                                     # python model_hiermem.py out/job-* out/merged
+if __name__ == "__main__":                                     # python model_hiermem.py out/job-* out/merged; remove out/all 2:17
     try:
-        merge(sys.argv[1:-1], sys.argv[-1])
-    except (ValueError, IndexError) as error:
-        sys.exit(f"model_hiermem.py: {error}; usage: python model_hiermem.py JOB_FOLDERS... MERGED_FOLDER")
+        remove(*sys.argv[2:]) if sys.argv[1:2] == ["remove"] else merge(sys.argv[1:-1], sys.argv[-1])
+    except (ValueError, IndexError, TypeError) as error:
+        sys.exit(f"model_hiermem.py: {error}; usage: python model_hiermem.py JOB_FOLDERS... MERGED_FOLDER, or remove FOLDER LEVEL:NODE,...")

@@ -279,6 +279,8 @@ def run_bench(model, device, steps=8):
                 medians += [median(t for n, t in times if n == 0), median(t for n, t in times if n > 0)]
             prefill, decode, _, again = medians
             print(f"{B:5d}  {length:7d}  {prefill:10.1f} | {decode:16.2f} {1000 * B / decode:9.0f} | {again:13.2f} {1000 * B / again:9.0f}")
+    for line in model.load_times() if hasattr(model, "load_times") else ():
+        print(line)
     if not hasattr(model, "new_cache"):
         print("the model has no new_cache(): both columns read the whole context for every token")
 

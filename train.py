@@ -360,8 +360,8 @@ def save(text):
         write_checkpoint(out / "ckpt.pt", {
             "format": "nanomem-1", "model": raw.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step, "rng": torch.get_rng_state(),
             "config": config, "model_config": dict(vars(model_config)), "train": progress, "data": {**meta, "folder": str(folder)}})
-    if hasattr(raw, "saved"):
-        raw.saved()
+    if hasattr(raw, "settle"):
+        raw.settle(out, True)
     show(f"{text} | saved {out}/ckpt.pt")
 
 
@@ -412,8 +412,8 @@ if master:
 
 # ---------------------------------------------------------------- the run
 recent, step_times, first_step, params, loss, stop = [], [], step, list(raw.parameters()), None, []
-if hasattr(raw, "begin_run"):
-    raw.begin_run(out, resume)
+if hasattr(raw, "settle"):
+    raw.settle(out, resume)                                    # what of the model lies in files of its own
 
 
 def interrupted(number, frame):
