@@ -919,10 +919,11 @@ def start(path, ckpt, fields):
 
 def rows_of(ckpt, l):
     """{name: tensor (n_l + 1, ...)}: all that a checkpoint has of the nodes of level l, and what RowAdamW, its last optimizer, keeps of them."""
+    config = Config(**ckpt["model_config"])
+    trained = [level for level, size in enumerate(config.level_sizes, 1) if size and level >= config.root and config.sparse_memory]
     rows = {key: t for key, t in ckpt["model"].items() if key.startswith(f"bank.{l}.") and t.dim()}
-    number = list(dict.fromkeys(key.split(".")[1] for key in ckpt["model"] if key.startswith("bank."))).index(str(l))
-    state = ckpt["optimizers"][-1]["state"].get(number, {})
-    return {key: t.view(Config(**ckpt["model_config"]).nodes[l - 1] + 1, -1) for key, t in (rows | state if "steps" in state else rows).items()}
+    rows |= ckpt["optimizers"][-1]["state"].get(trained.index(l), {}) if l in trained else {}
+    return {key: t.view(config.nodes[l - 1] + 1, -1) for key, t in rows.items()}
 
 
 def write_bank(folder, ckpt):                                  # the levels on disk are in their files already

@@ -3037,10 +3037,14 @@ def placed_runs(clustered, tmp_path_factory):
 
 def blocks(folder):
     """{level: (blocks and both moments (3, n + 1, s), steps)} of a checkpoint, wherever its bank is."""
-    optimizer, found = weights(folder)["optimizers"][-1]["state"], {}
-    for number, (l, level) in enumerate(sample.load_model(folder, "cpu")[0].bank.items()):
-        w, state = level.fetch(torch.arange(len(level.table))) if hasattr(level, "home") else (level.table.detach(), optimizer[number])
-        found[l] = torch.stack((w, state["exp_avg"], state["exp_avg_sq"])), state["steps"]
+    found = {}
+    for l, level in sample.load_model(folder, "cpu")[0].bank.items():
+        if hasattr(level, "home"):
+            w, state = level.fetch(torch.arange(len(level.table)))
+        else:
+            w, none = level.table.detach(), torch.zeros_like(level.table)
+            state = {"steps": none[:, 0], "exp_avg": none, "exp_avg_sq": none} | model_hiermem.rows_of(weights(folder), int(l))
+        found[l] = torch.stack((w, state["exp_avg"], state["exp_avg_sq"])), state["steps"].view(-1)
     return found
 
 
