@@ -23,7 +23,7 @@ FFN memories (the default) widen the SwiGLU of every layer by R = r_1 + ... + r_
 
 Every level also has a *generic* block, for any text: what the same parameters are worth without retrieval. A training
 sequence takes the generic blocks with probability 1/(k_1 + 1), else those of its path (section 4). Below the fold are the
-other kinds of memory, the tree, subtrees and their merge. The anchor alone, and then with memories (Table 1, A1 and A2):
+other kinds of memory, banks off the device, the tree, subtrees and their merge. The anchor alone, and then with memories (Table 1, A1 and A2):
 
     python prepare_fineweb.py --source=TEXTS --clusters=8,8 --window=512       # the tree, and sequences of one leaf each
     python train.py --model=hiermem --dense=True --dataset=TEXTS --out_dir=out/anchor

@@ -395,7 +395,8 @@ if config["eval_only"]:
     sys.exit(0)
 if master:
     out.mkdir(parents=True, exist_ok=True)
-    for name in [name for name in ("ckpt.pt", "log.jsonl", *(p.name for p in out.glob("ckpt.*.home"))) if not resume and (out / name).exists()]:
+    homes = [p.name for p in out.glob("ckpt.*.home") if (out / "ckpt.pt").exists()]      # the checkpoint's own, not what a killed run left
+    for name in [name for name in (*homes, "ckpt.pt", "log.jsonl") if not resume and (out / name).exists()]:
         os.replace(out / name, out / f"previous-{name}")
         print(f"an earlier run's {out}/{name} is now previous-{name}")
     (out / "result.json").unlink(missing_ok=True)
