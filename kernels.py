@@ -783,17 +783,24 @@ class LazyAdam(torch.optim.SparseAdam):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in (p for p in group["params"] if p.grad is not None):
-                grad, state = p.grad.coalesce(), self.state[p]
+                grad, home = p.grad.coalesce(), getattr(p, "home", None)
+                if home is not None:                           # a table that is elsewhere: its rows come, with their moments and counts,
+                    table, state = home.fetch(grad._indices()[0])
+                    indices = torch.arange(len(table), device=table.device)
+                else:
+                    table, state, indices = p, self.state[p], grad._indices()[0]
                 if not state:
                     state.update(self.no_steps(p), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                self.count(state, grad._indices()[0])
+                self.count(state, indices)
                 chunk = max(1, 2**18 * p.shape[0] // p.numel()) if p.device.type == "cpu" else max(1, grad._nnz())
-                for rows, g in zip(grad._indices()[0].split(chunk), grad._values().split(chunk)):
+                for rows, g in zip(indices.split(chunk), grad._values().split(chunk)):
                     m = state["exp_avg"].index_select(0, rows).lerp_(g, 1 - beta1)
                     v = state["exp_avg_sq"].index_select(0, rows).mul_(beta2).addcmul_(g, g, value=1 - beta2)
                     state["exp_avg"].index_copy_(0, rows, m)
                     state["exp_avg_sq"].index_copy_(0, rows, v)
-                    p.index_copy_(0, rows, self.updated(p.index_select(0, rows), m, v, rows, state, group))
+                    table.index_copy_(0, rows, self.updated(table.index_select(0, rows), m, v, rows, state, group))
+                if home is not None:                           # and go back
+                    home.put(grad._indices()[0], table, state)
         return loss
 
     def no_steps(self, p):
@@ -810,7 +817,8 @@ class LazyAdam(torch.optim.SparseAdam):
 
 class RowAdamW(LazyAdam):
     """AdamW row by row: a row with a gradient gets torch.optim.AdamW's update, its bias corrected for the steps of this row; the others keep
-    values, moments and counts. For tables whose rows are models of their own, visited at different rates (hierarchical memories)."""
+    values, moments and counts. For tables whose rows are models of their own, visited at different rates (hierarchical memories).
+    A table that is not on the device has p.home: fetch(rows) -> (rows, their state), and put(rows, rows', state) after the step."""
 
     def no_steps(self, p):
         return {"steps": p.new_zeros(len(p))}

@@ -23,13 +23,13 @@ FFN memories (the default) widen the SwiGLU of every layer by R = r_1 + ... + r_
 
 Every level also has a *generic* block, for any text: what the same parameters are worth without retrieval. A training
 sequence takes the generic blocks with probability 1/(k_1 + 1), else those of its path (section 4). Below the fold are the
-other kinds of memory, the tree, subtrees and their merge. The anchor alone, and then with memories (Table 1, A1 and A2):
+other kinds of memory, banks off the device, the tree, subtrees and their merge. The anchor alone, and then with memories (Table 1, A1 and A2):
 
     python prepare_fineweb.py --source=TEXTS --clusters=8,8 --window=512       # the tree, and sequences of one leaf each
     python train.py --model=hiermem --dense=True --dataset=TEXTS --out_dir=out/anchor
     python train.py --model=hiermem --init_from=out/anchor --memory=ffn --learning_rate=1e-3 --dataset=TEXTS    # --frozen=True: A3
 """
-import functools, hashlib, json, math, random, re, sys, zipfile, zlib
+import functools, hashlib, json, math, os, random, re, sys, time, zipfile, zlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
@@ -68,7 +68,8 @@ class Config:
     layers: str = "all"           # all | early | middle | late: 2L/7 of them, with as much memory in all (Table 9)
     generic: float = -1.0         # share of training sequences that take the generic memory; -1: 1/(k_1 + 1)
     frozen: bool = False          # only memories are trained
-    subtree: str = ""             # asynchronous training: 0 ... k_1-1, the memories under a level-1 node, or generic; "": all
+    subtree: str = ""             # train the memories under a node of level 1, 0 ... k_1-1, or any node, level:node, or generic; "": all
+    placement: str = ""           # where each level is, cpu,disk: on the device, in host memory or in a file; "": all on the device
     sparse_memory: bool = True    # only fetched blocks cost time (RowAdamW); False: dense gradients, AdamW over the whole bank
     retriever: str = ""           # content hash of the tree that the blocks belong to; set from the data
 
@@ -83,7 +84,6 @@ class Config:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
         numbers = all(re.fullmatch(r"\d+(,\d+)*", text) for text in (self.clusters, self.ranks))
-        k_1 = self.factors[0] if numbers else 0
         for good, names, advice in (
                 (self.head_dim > 1 and self.head_dim % 2 == 0, "n_embd n_head head_dim", "head_dim must be even"),
                 (self.n_head % self.n_kv_head == 0, "n_head n_kv_head", "n_head must be a multiple of n_kv_head"),
@@ -92,9 +92,7 @@ class Config:
                  "needs a factor of 2 or more and a rank for each level (clusters=8,8 ranks=64,24), not all ranks 0 (memory=none is without)"),
                 (self.generic == -1 or 0 <= self.generic <= 1, "generic", "must be between 0 and 1, or -1 (automatic)"),
                 (self.kind or not (self.frozen or self.subtree), "memory frozen subtree", "without memories there is nothing else to train"),
-                (self.subtree in ("", "generic", *map(str, range(k_1))), "subtree clusters", f"choose 0 to {k_1 - 1}, or generic"),
-                (self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True"),
-                (self.retriever or not self.subtree, "subtree retriever", "the data has no tree: prepare it with --clusters=8,8")):
+                *(check for checks in CHECKS if numbers for check in checks(self))):
             if not good:
                 raise ValueError(", ".join(f"{name}={getattr(self, name)}" for name in names.split()) + ": " + advice)
 
@@ -109,6 +107,8 @@ class Config:
     level_sizes = property(lambda self: tuple(len(self.memory_layers) * r * sum(width for width, _ in self.kind.parts(self).values())
                                               for r in self.level_ranks) if self.kind else (0,) * len(self.factors))
     memory_layers = property(lambda self: PLACES[self.layers](self.n_layer, round(2 * self.n_layer / 7) or 1))
+    places = property(lambda self: tuple(self.placement.split(",")) if self.placement else ("device",) * len(self.level_ranks))
+    root = property(lambda self: int(self.subtree.rpartition(":")[0] or 1))                  # level of the subtree's node
     make_norm = lambda self, width: NORMS[self.norm](width, self.norm_eps)
     kind = property(lambda self: MEMORIES.get(self.memory))    # None: no memory
 
@@ -118,7 +118,7 @@ PRESETS = {                       # Tables 4 to 6 with the memories of rows A2, 
     "openlm_410m": dict(n_layer=24, n_embd=1024, n_head=16, n_inner=2816, tied=False, clusters="16,16,16,16", ranks="512,128,32,0"),
     "openlm_1b": dict(n_layer=24, n_embd=2048, n_head=16, n_inner=5632, tied=False, clusters="16,16,16,16", ranks="768,256,16,0"),
 }
-PLACES = {"all": lambda L, n: range(L)}                         # (L, n) -> the layers that have a memory
+PLACES, CHECKS = {"all": lambda L, n: range(L)}, []             # (L, n) -> the layers that have a memory; more rules for Config's fields
 DENSE = dict(memory="none")
 RECIPE = {                        # the paper's for an anchor; memories and co-training: 1e-4 -> 1e-5, wd 1e-3; all from scratch: 1e-3 -> 1e-5, wd 0.1
     "adamw": dict(learning_rate=5e-3, min_lr=5e-5, weight_decay=0.05, beta1=0.9, beta2=0.95, grad_clip=1.0, schedule="cosine"),
@@ -271,18 +271,26 @@ MEMORIES = {"ffn": FFN}                                        # LoRA and key-va
 
 class Level(nn.Module):
     """One level of the bank: a row of s_l = layers*rank*width numbers for every node, and the last row, which is generic."""
+    gather = staticmethod(gather_rows)
 
     def __init__(self, config, nodes, rank, size):
         super().__init__()
-        self.shape, self.sparse = (len(config.memory_layers), rank, -1), config.sparse_memory
+        self.shape, self.sparse, self.parts = (len(config.memory_layers), rank, -1), config.sparse_memory, config.kind.parts(config).values()
         self.table = nn.Parameter(torch.empty(nodes + 1, size))
 
+    def init(self, rows, nodes, g):                            # a block has random numbers of its own, so it can be made when it is first needed
+        for row, seed in zip(rows, [g.initial_seed() + node for node in nodes]):
+            g.manual_seed(seed)
+            for part, (_, start) in zip(row.view(self.shape).split([width for width, _ in self.parts], -1), self.parts):
+                start(part, g)
+
     def forward(self, node):
-        """node (B,) int64, -1: generic -> (B, layers, rank, width). Sequences that share a node share its row: it is read
-        once, and their gradients add up in it."""
+        """node (B,) int64, -1: generic -> (B, layers, rank, width). A row that sequences share is read once, and their gradients add up in it."""
         distinct, inverse = torch.unique(node % len(self.table), return_inverse=True)
-        rows = gather_rows(self.table, distinct, self.sparse)                            # (U, s_l)
+        rows = self.gather(self.table, distinct, self.sparse)                            # (U, s_l)
         return rows.view(len(rows), *self.shape).index_select(0, inverse)
+
+LEVELS = {"device": Level}                                     # levels elsewhere join below the fold
 
 
 # ================================================================ the model ===============================================================
@@ -314,8 +322,8 @@ class Model(nn.Module):
         self.norm = config.make_norm(config.n_embd)
         self.head = None if config.tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)   # None: the embedding's matrix
         self.requires_grad_(not config.frozen)
-        levels = enumerate(zip(config.nodes, config.level_ranks, config.level_sizes), 1)
-        self.bank = nn.ModuleDict({str(l): Level(config, n, r, s) for l, (n, r, s) in levels if s})
+        levels = enumerate(zip(config.places, config.nodes, config.level_ranks, config.level_sizes), 1)
+        self.bank = nn.ModuleDict({str(l): LEVELS[place](config, n, r, s).requires_grad_(l >= config.root) for l, (place, n, r, s) in levels if s})
 
     @torch.no_grad()
     def init_weights(self):
@@ -325,10 +333,7 @@ class Model(nn.Module):
         for name, p in self.named_parameters():
             g, depth = own_generator(name, p), (2 * (int(name.split(".")[1]) + 1)) ** -0.5 if name.startswith("blocks") else 1
             if name.endswith("table"):
-                rows = p.view(len(p), *self.bank[name.split(".")[1]].shape)
-                widths, starts = zip(*self.config.kind.parts(self.config).values())
-                for part, start in zip(rows.split(widths, -1), starts):
-                    start(part, g)
+                self.bank[name.split(".")[1]].init(p, range(len(p)), g)
             elif p.ndim == 1:
                 p.fill_(0 if name.endswith("bias") else 1)
             else:
@@ -394,7 +399,7 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """Anchor and bank; weight decay for all (section A). RowAdamW updates the blocks that were fetched, and no other."""
-        bank = list(self.bank.parameters())
+        bank = [p for p in self.bank.parameters() if p.requires_grad]
         anchor = [p for name, p in self.named_parameters() if not name.startswith("bank.")]
         return [dict(params=params, kind=kind, lr=learning_rate, weight_decay=weight_decay, schedule=True)
                 for params, kind in ((anchor, "adamw"), (bank, "rows" if self.config.sparse_memory else "adamw")) if params]
@@ -466,6 +471,109 @@ class KV(Memory):
 MEMORIES |= {"lora_qk": LoRAQK, "lora_vo": LoRAVO, "lora_ffn": LoRAFFN, "kv": KV}
 PLACES |= {"early": lambda L, n: range(n), "middle": lambda L, n: range((L - n) // 2, (L - n) // 2 + n),           # Table 9
            "late": lambda L, n: range(L - n, L)}
+
+
+# ---------------------------------------------------------------- levels that are not on the device: in host memory, or in a file
+
+class Away(Level):
+    """A level of which no more than a batch needs is on the device: blocks, Adam's moments and step counts come, and go back after the step.
+
+    table stands for all the blocks and holds one zero: gradients gather there, and by it RowAdamW finds the level. home (n_l + 1, slots, 3, s_l)
+    has each node's block and its moments, in host memory, or with two slots in a sparse file beside the checkpoint. slot (n_l + 1,) says which
+    one counts; 0: none, the initial values are made when they are read. The slot that the last checkpoint names is written to only when the
+    next is whole: a kill at any moment loses nothing, and a checkpoint need not hold the blocks."""
+
+    def __init__(self, config, nodes, rank, size, slots=1):
+        with torch.device("meta"):
+            super().__init__(config, nodes, rank, size)
+        self.size, self.path, self.kept = (nodes + 1, slots, 3, size), None, None
+        self.table = nn.Parameter(torch.zeros(1, 1).expand(nodes + 1, size))
+        with torch.device("cpu"):
+            state = dict(home=torch.empty(0), slot=torch.zeros(nodes + 1, dtype=torch.long), steps=torch.zeros(nodes + 1), seed=torch.tensor(0))
+        for name, t in state.items():
+            self.register_buffer(name, t)
+        self.table.home, self.saved = self, self.slot.clone()
+
+    def _apply(self, fn, recurse=True):                        # .to() and to_empty() move what stands for the blocks, and no block
+        self.table = nn.Parameter(fn(self.table.detach()[:1, :1]).zero_().expand(self.table.shape), self.table.requires_grad)
+        self.table.home = self
+        return self
+
+    def init(self, rows, nodes, g):
+        self.seed.fill_(g.initial_seed())
+
+    def gather(self, table, nodes, sparse):
+        if torch.is_grad_enabled():
+            return gather_rows(table, nodes, sparse) + self.read(nodes)[0]               # zeros that have the gradient, and the blocks
+        if self.kept is None or not torch.equal(self.kept[0], nodes):                    # else the last prompt's, of the same node
+            self.kept = nodes, self.read(nodes)[0]
+        return self.kept[1]
+
+    @torch.no_grad()
+    def read(self, nodes, parts=1):
+        """nodes (U,) -> their blocks (U, s_l) and, with parts=3, both moments, on the device."""
+        rows = torch.zeros(len(nodes), parts, self.size[-1], device="cpu")
+        for row, node in zip(rows, nodes.tolist()):
+            if self.slot[node]:
+                row.copy_(self.home[node, self.slot[node] - 1, :parts])
+            else:
+                super().init(row[:1], [node], torch.Generator().manual_seed(int(self.seed)))
+        return rows.to(self.table.device).unbind(1)
+
+    def fetch(self, nodes):                                    # for the optimizer, with the state that it keeps of the blocks
+        block, m, v = self.read(nodes, 3)
+        return block, {"steps": self.steps[nodes.cpu()].to(block.device), "exp_avg": m, "exp_avg_sq": v}
+
+    def put(self, nodes, block, state):
+        self.home, nodes, self.kept = self.home if self.home.numel() else self.new_home(), nodes.cpu(), None
+        self.slot[nodes] = 1 + self.saved[nodes] % self.size[1]
+        for part, rows in enumerate((block, state["exp_avg"], state["exp_avg_sq"])):
+            self.home[nodes, self.slot[nodes] - 1, part] = rows.cpu()
+        self.steps[nodes] = state["steps"].cpu()
+
+    def new_home(self):
+        if self.path is None:                                  # pages of zeros, which take memory when they are written to
+            import numpy as np
+            return torch.from_numpy(np.zeros(self.size, np.float32))
+        self.path.unlink(missing_ok=True)
+        return torch.from_file(str(self.path), shared=True, size=math.prod(self.size)).view(self.size)
+
+    def settle(self, path, saved):
+        """saved: the run's checkpoint has this very state. Else it begins, with the blocks that were loaded, no moments, and a home of its own."""
+        self.path, begun = path if self.size[1] == 2 else None, self.home
+        if not saved:
+            self.home = self.new_home()
+            for node in self.slot.nonzero()[:, 0].tolist():
+                self.home[node, 0, 0] = begun[node, self.slot[node] - 1, 0]
+            self.slot.clamp_(max=1)
+            self.steps.zero_()
+        self.saved = self.slot.clone()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + "table"]
+        if self.size[1] == 2:
+            destination[prefix + "home"] = torch.empty(0)      # sample.py's load_checkpoint() puts the file here
+        if self.path is not None:
+            with open(self.path, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        state = [state_dict.get(prefix + name) for name in ("home", "slot", "steps", "seed")]
+        if any(t is None for t in state) or state[0].numel() not in (0, math.prod(self.size)):
+            return errors.append(f"{prefix}home, slot, steps and seed are not whole")
+        self.home, self.slot, self.steps, self.seed = state
+        self.home, self.saved = self.home.view(self.size) if self.home.numel() else self.home, self.slot.clone()
+
+
+LEVELS |= {"cpu": Away, "disk": functools.partial(Away, slots=2)}
+
+
+def settle(self, folder, saved):
+    """train.py's folder, at the start of a run and after every checkpoint, and whether a checkpoint there has the state of this moment."""
+    for l, level in self.bank.items():
+        if isinstance(level, Away):
+            level.settle(Path(folder) / f"ckpt.bank.{l}.home", saved)
 
 
 # ---------------------------------------------------------------- the retriever: embedders, the tree, the walk (section 2.1, Appendix C)
@@ -640,6 +748,19 @@ class Retriever:
         return cls(EMBEDDERS[name](state, embedder_path), clusters, centroids)
 
 
+@torch.inference_mode()
+def load_times(self):
+    """Lines for sample.py --bench: what a prompt waits for its block of each level, after a prompt of another node and after one of the same."""
+    for l, level in self.bank.items():
+        nodes, times = level.slot.argsort(descending=True) if isinstance(level, Away) else torch.arange(len(level.table)), []
+        for node in [*nodes[:16], nodes[:16][-1]]:
+            start = time.perf_counter()
+            level(node[None].to(level.table.device)).sum().item()
+            times.append(1000 * (time.perf_counter() - start))
+        yield (f"level {l}, {self.config.places[int(l) - 1]}: {4 * level.table.size(1) / 2 ** 20:.2f} MiB a block, "
+               f"{sorted(times[:-1])[len(times) // 2]:.2f} ms from another node, {times[-1]:.2f} from the same")
+
+
 def prompt_context(self, text, places, leaf="", block="", embedder_path=""):
     """What sample.py's prompt fetches -> (context, a line that says so). leaf: generic | none | a leaf's number | "", the prompt's path in the
     tree of retriever.npz, which lies in one of the folders `places`. block: nodes that may not be entered, "level:node,..." or "best:level"."""
@@ -762,11 +883,21 @@ def training_context(self, context, seed, rows):
     return {**context, "leaf": context["leaf"].masked_fill(drawn, -1)} if "leaf" in context else context
 
 
+def subtree_and_placement(self):                                # Config's rules, as (whether it is so, the fields, what to do)
+    inner = [f"{l}:{i}" for l, n in enumerate(self.nodes, 1) for i in range(n)]
+    return ((self.subtree in ("", "generic", *map(str, range(self.factors[0])), *inner), "subtree clusters",
+             f"choose 0 to {self.factors[0] - 1}, or generic, or level:node"),
+            (self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True"),
+            (self.retriever or not self.subtree, "subtree retriever", "the data has no tree: prepare it with --clusters=8,8"),
+            (LEVELS.keys() >= {*self.places} and len(self.places) == len(self.factors), "placement clusters", "device, cpu or disk for each level"),
+            (self.sparse_memory or {*self.places} == {"device"}, "placement sparse_memory", "off the device only fetched blocks can be updated"))
+
+
 def wanted(self, context):
     """(N,) bool: which of the data's sequences a subtree's job trains on; None: all."""
     if self.subtree in ("", "generic"):
         return None
-    return (context["leaf"] // math.prod(self.factors[1:]) == int(self.subtree)).numpy()
+    return (context["leaf"] // (self.nodes[-1] // self.nodes[self.root - 1]) == int(self.subtree.rpartition(":")[2])).numpy()
 
 
 def start(path, ckpt, fields):
@@ -778,24 +909,42 @@ def start(path, ckpt, fields):
     have, free = ckpt["model_config"], {"frozen", "subtree", "generic", "block_size", "sparse_memory"}
     if unknown := have.keys() - Config.__dataclass_fields__.keys():
         raise ValueError(f"{path} is a checkpoint of another model: it has {', '.join(sorted(unknown))}")
-    free |= {"memory", "clusters", "ranks", "layers", "retriever"} if have["memory"] == "none" else set()
+    free |= {"memory", "clusters", "ranks", "layers", "placement", "retriever"} if have["memory"] == "none" else set()
     for key in fields.keys() - free - {"eot"}:                 # the anchor has learnt its own way with documents
-        if fields[key] not in (-1, "", have[key]):
-            raise ValueError(f"{key}={fields[key]}: {path} has {key}={have[key]}; leave {key} out, or take data with its tree")
+        if fields[key] not in (-1, "", have.get(key)):
+            raise ValueError(f"{key}={fields[key]}: {path} has {key}={have.get(key)}; leave {key} out, or take data with its tree")
     config = Config(**{**have, **{key: fields[key] for key in free & fields.keys()}})
     return {"model_config": dict(vars(config)), "model": ckpt["model"]}
+
+
+def rows_of(ckpt, l):
+    """{name: tensor (n_l + 1, ...)}: all that a checkpoint has of the nodes of level l, and what RowAdamW, its last optimizer, keeps of them."""
+    config = Config(**ckpt["model_config"])
+    trained = [level for level, size in enumerate(config.level_sizes, 1) if size and level >= config.root and config.sparse_memory]
+    rows = {key: t for key, t in ckpt["model"].items() if key.startswith(f"bank.{l}.") and t.dim()}
+    rows |= ckpt["optimizers"][-1]["state"].get(trained.index(l), {}) if l in trained else {}
+    return {key: t.view(config.nodes[l - 1] + 1, -1) for key, t in rows.items()}
+
+
+def write_bank(folder, ckpt):                                  # the levels on disk are in their files already
+    from sample import write_checkpoint
+    files = {f"bank.{l}.home": torch.empty(0) for l, place in enumerate(ckpt["model_config"]["placement"].split(","), 1) if place == "disk"}
+    for key in files.keys() & ckpt["model"].keys():
+        with open(Path(folder) / f"ckpt.{key}", "rb+") as file:
+            os.fsync(file.fileno())
+    write_checkpoint(Path(folder) / "ckpt.pt", {**ckpt, "model": {key: files.get(key, t) for key, t in ckpt["model"].items()}})
 
 
 def merge(folders, out):
     """The checkpoints of asynchronous jobs, one for each level-1 subtree and one for the generic blocks -> out/ckpt.pt with everything that they
     learnt, moments too. ValueError if the jobs had other anchors or trees, if one is missing or there twice."""
-    from sample import load_checkpoint, write_checkpoint
+    from sample import load_checkpoint
     jobs = {}
     for folder in folders:
         ckpt = load_checkpoint(folder)
         name = ckpt["model_config"].get("subtree", "")
-        if not name or name in jobs:
-            raise ValueError(f"{folder} " + (f"is a second job of subtree {name}" if name else "was not trained with --subtree="))
+        if not name or name in jobs or ":" in name:
+            raise ValueError(f"{folder} " + (f"is a second job of subtree {name}" if name in jobs else "was not trained with --subtree=, of level 1"))
         jobs[name] = ckpt
     if "generic" not in jobs:
         raise ValueError("these jobs are missing: generic")
@@ -808,20 +957,46 @@ def merge(folders, out):
             raise ValueError(f"the job of subtree {name} started from another anchor than the others")
     if missing := set(map(str, range(config.factors[0]))) - jobs.keys():
         raise ValueError(f"these jobs are missing: {', '.join(sorted(missing))}")
-    levels = [key for key in merged["model"] if key.startswith("bank.")]
-    optimizer = len(merged["optimizers"]) - 1                  # RowAdamW is the last
-    for number, key in enumerate(levels):
-        nodes = config.nodes[int(key.split(".")[1]) - 1]
-        for name, ckpt in jobs.items():
-            own = slice(int(name) * nodes // config.factors[0], (int(name) + 1) * nodes // config.factors[0])
-            state, theirs = (c["optimizers"][optimizer]["state"].get(number, {}) for c in (merged, ckpt))
-            for ours, new in ((merged["model"][key], ckpt["model"][key]), *((state[k], theirs[k]) for k in state.keys() & theirs.keys())):
-                ours[own] = new[own]
-    merged |= {"model_config": dict(vars(config)), "config": {**merged["config"], "out_dir": str(out)}}
     Path(out).mkdir(parents=True, exist_ok=True)
-    write_checkpoint(Path(out) / "ckpt.pt", merged)
+    for l in sorted({int(key.split(".")[1]) for key in merged["model"] if key.startswith("bank.")}):
+        key, file, n = f"bank.{l}.home", Path(out) / f"ckpt.bank.{l}.home", config.nodes[l - 1]
+        rows = {name: rows_of(ckpt, l) for name, ckpt in {**jobs, "generic": merged}.items()}
+        if config.places[l - 1] == "disk":
+            file.unlink(missing_ok=True)
+            merged["model"][key] = torch.from_file(str(file), shared=True, size=merged["model"][key].numel())
+        for name, ours in rows_of(merged, l).items():
+            for node in range(n + 1):
+                theirs = rows[str(node * config.factors[0] // n) if node < n else "generic"]
+                if name != key or theirs[f"bank.{l}.slot"][node]:                        # what was never written stays a hole in the file
+                    ours[node] = theirs[name][node]
+    write_bank(out, merged | {"model_config": dict(vars(config)), "config": {**merged["config"], "out_dir": str(out)}})
     for file in [Path(folders[0]) / name for name in ("tokenizer.json", "retriever.npz") if (Path(folders[0]) / name).exists()]:
         (Path(out) / file.name).write_bytes(file.read_bytes())
+
+
+def remove(folder, nodes):
+    """Takes blocks, "level:node,...", out of the checkpoint in `folder`: they are again as before any training, when a block adds nothing to any
+    text. (Keys of kv memories still take their share of the softmax.) Full removal of a document takes all blocks of its path, and a frozen
+    anchor and generic blocks that never saw it."""
+    from sample import load_checkpoint
+    ckpt, later = load_checkpoint(folder), []
+    config = Config(**ckpt["model_config"])
+    levels = {f"{l}:{node}": (l, node) for l, n in enumerate(config.nodes, 1) for node in range(n) if config.level_sizes[l - 1]}
+    if unknown := [pair for pair in nodes.split(",") if pair not in levels]:
+        raise ValueError(f"{folder} has no block {unknown[0]}: level:node, several by commas")
+    with torch.device("meta"):
+        bank = Model(config).bank
+    for l, node in (levels[pair] for pair in nodes.split(",")):
+        for name, rows in rows_of(ckpt, l).items():
+            if name.endswith("table"):
+                bank[str(l)].init(rows[node:node + 1], [node], torch.Generator().manual_seed(l))
+            elif name.endswith("home") and config.places[l - 1] == "disk":
+                later.append(rows[node])
+            else:
+                rows[node] = 0                                 # a slot too: initial values
+    write_bank(folder, ckpt)
+    for row in later:                                          # which the checkpoint no longer names
+        row.zero_()
 
 
 @torch.no_grad()
@@ -840,11 +1015,12 @@ def inspect(self, idx, leaf=-1):
 
 
 Model.training_context, Model.prompt_context, Model.inspect, Config.wanted = training_context, prompt_context, inspect, wanted
-Model.from_pretrained = staticmethod(from_pretrained)
+Model.from_pretrained, Model.settle, Model.load_times = staticmethod(from_pretrained), settle, load_times
+CHECKS.append(subtree_and_placement)
 
 
-if __name__ == "__main__":                                     # python model_hiermem.py out/job-* out/merged
+if __name__ == "__main__":                                     # python model_hiermem.py out/job-* out/merged; remove out/all 2:17
     try:
-        merge(sys.argv[1:-1], sys.argv[-1])
-    except (ValueError, IndexError) as error:
-        sys.exit(f"model_hiermem.py: {error}; usage: python model_hiermem.py JOB_FOLDERS... MERGED_FOLDER")
+        remove(*sys.argv[2:]) if sys.argv[1:2] == ["remove"] else merge(sys.argv[1:-1], sys.argv[-1])
+    except (ValueError, IndexError, TypeError) as error:
+        sys.exit(f"model_hiermem.py: {error}; usage: python model_hiermem.py JOB_FOLDERS... MERGED_FOLDER, or remove FOLDER LEVEL:NODE,...")

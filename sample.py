@@ -70,6 +70,10 @@ def load_checkpoint(path) -> dict:
         raise ConfigError(f"{path} cannot be read, it is cut short or no checkpoint: {str(e).splitlines()[0]}") from None
     if not isinstance(ckpt, dict) or ckpt.get("format") != "nanomem-1":
         raise ConfigError(f"{path} is not a checkpoint of nanoMem's train.py")
+    for key in [key for key, t in ckpt["model"].items() if key.endswith(".home") and not t.numel()]:    # a table in a file of its own
+        file = path.with_name(f"{path.stem}.{key}")
+        need(file.is_file(), f"{path} goes with {file.name}, which is not beside it")
+        ckpt["model"][key] = torch.from_file(str(file), shared=True, size=file.stat().st_size // 4)
     return ckpt
 
 
@@ -275,6 +279,8 @@ def run_bench(model, device, steps=8):
                 medians += [median(t for n, t in times if n == 0), median(t for n, t in times if n > 0)]
             prefill, decode, _, again = medians
             print(f"{B:5d}  {length:7d}  {prefill:10.1f} | {decode:16.2f} {1000 * B / decode:9.0f} | {again:13.2f} {1000 * B / again:9.0f}")
+    for line in model.load_times() if hasattr(model, "load_times") else ():
+        print(line)
     if not hasattr(model, "new_cache"):
         print("the model has no new_cache(): both columns read the whole context for every token")
 

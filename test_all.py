@@ -2900,6 +2900,16 @@ def test_hiermem_clusters_sequences_hold_windows_of_one_leaf_each_token_once(clu
     assert load_meta(again)["data_id"] == meta["data_id"] and load_meta(again)["retriever"] == retriever.hash, "the seed decides"
 
 
+def test_hiermem_clusters_leaves_are_those_of_their_sequences_in_several_shards_too(clustered):
+    many = Path(prepare(source=clustered.parent / "source", out=clustered.parent / "many", shard_tokens=500, **CLUSTERED))
+    for split in ("train", "val"):
+        one, data = TokenShards(clustered, split, 32), TokenShards(many, split, 32)
+        assert len(data.shards) > 3 and len(one.shards) == 1 and data.n_windows == one.n_windows
+        everything = range(one.n_windows)
+        assert all(torch.equal(a, b) for a, b in zip(data.batch(everything), one.batch(everything)))
+        assert torch.equal(data.context(everything)["leaf"], one.context(everything)["leaf"]) and len(one.context(everything)["leaf"].unique()) == 4
+
+
 def test_hiermem_k_means_is_balanced_reproducible_and_small_nodes_are_refused():
     g = lambda seed: torch.Generator().manual_seed(seed)
     crowd = torch.cat((torch.zeros(90, 2), torch.ones(10, 2)))                               # 90 are more than 1.5/2 of 100: 45 of them go to the
@@ -3015,6 +3025,198 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
         run_sample(f"--out_dir={tmp_path}", "--prompt=violin")
 
 
+PLACED = ["device,device", "cpu,cpu", "disk,disk", "disk,cpu"]
+
+
+@pytest.fixture(scope="module")
+def placed_runs(clustered, tmp_path_factory):
+    """The same co-training with the bank in every place: 8 steps of two micro-batches, checkpoints at 3, 6, 8."""
+    out = tmp_path_factory.mktemp("placed")
+    flags = [*HIER, f"--dataset={clustered}", "--learning_rate=0.01", "--weight_decay=0.1", "--max_iters=8", "--eval_interval=3"]
+    for placement in PLACED:
+        train(*flags, f"--placement={placement}", f"--out_dir={out / placement}")
+    return out, flags
+
+
+def blocks(folder):
+    """{level: (blocks and both moments (3, n + 1, s), steps)} of a checkpoint, wherever its bank is."""
+    found = {}
+    for l, level in sample.load_model(folder, "cpu")[0].bank.items():
+        if hasattr(level, "home"):
+            w, state = level.fetch(torch.arange(len(level.table)))
+        else:
+            w, none = level.table.detach(), torch.zeros_like(level.table)
+            state = {"steps": none[:, 0], "exp_avg": none, "exp_avg_sq": none} | model_hiermem.rows_of(weights(folder), int(l))
+        found[l] = torch.stack((w, state["exp_avg"], state["exp_avg_sq"])), state["steps"].view(-1)
+    return found
+
+
+def assert_equal_runs(a, b):
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert log_of(a, key) == log_of(b, key)
+    for (l, (rows, steps)), (rows_b, steps_b) in zip(blocks(a).items(), blocks(b).values()):
+        assert torch.equal(rows, rows_b) and torch.equal(steps, steps_b) and steps.max() > 3, l
+    one, other = weights(a)["model"], weights(b)["model"]
+    assert all(torch.equal(t, other[key]) for key, t in one.items() if not key.startswith("bank."))
+
+
+@pytest.mark.parametrize("placement", PLACED[1:])
+def test_hiermem_off_the_device_trains_bitwise_as_on_it(placement, placed_runs):
+    out = placed_runs[0]
+    assert_equal_runs(out / PLACED[0], out / placement)
+    ckpt = weights(out / placement)
+    assert "bank.1.table" not in ckpt["model"] and not ckpt["optimizers"][-1]["state"], "nothing is there twice"
+    assert (ckpt["model"]["bank.1.home"].numel() == 0) == (out / placement / "ckpt.bank.1.home").exists() == placement.startswith("disk")
+
+
+@pytest.mark.parametrize("placement", PLACED[1:])
+def test_hiermem_off_the_device_a_kill_at_any_write_loses_nothing_since_the_checkpoint(placement, placed_runs, clustered, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+    deaths = [("put", 8), ("before", 1), ("put", 2), ("after", 1), ("put", 3), ("after", 1)]
+    put, replace = model_hiermem.Away.put, os.replace
+
+    def kill(moment):
+        calls.append(moment)
+        if deaths and (moment, calls.count(moment)) == deaths[0]:
+            raise Killed
+
+    def torn_put(level, nodes, block, state):                  # dies with nonsense where it was to write
+        put(level, nodes, block * (math.nan if deaths and ("put", calls.count("put") + 1) == deaths[0] else 1), state)
+        kill("put")
+
+    def replaced(source, target):
+        if Path(target).name == "ckpt.pt":
+            kill("before")
+        replace(source, target)
+        if Path(target).name == "ckpt.pt":
+            kill("after")
+    monkeypatch.setattr(model_hiermem.Away, "put", torn_put)
+    monkeypatch.setattr(os, "replace", replaced)
+    flags, steps = [*placed_runs[1], f"--placement={placement}"], []
+    while deaths:
+        calls = []
+        with pytest.raises(Killed):
+            train(*flags, f"--out_dir={tmp_path}")
+        del deaths[0]
+        steps.append(weights(tmp_path)["step"])
+        flags = ["--model=hiermem", f"--dataset={clustered}", "--init_from=resume"]
+    calls = []
+    train(*flags, f"--out_dir={tmp_path}")
+    assert steps == [3, 3, 3, 6, 6, 8]
+    assert_equal_runs(placed_runs[0] / PLACED[0], tmp_path)
+
+
+def test_hiermem_subtree_jobs_off_the_device_merge_to_the_same_model(hier_runs, clustered, tmp_path):
+    jobs = ("0", "1", "generic")
+    for job in jobs:
+        train(f"--dataset={clustered}", f"--init_from={hier_runs / 'anchor'}", "--memory=ffn", "--frozen=True", "--ranks=4,2", *HIER[0:1], *HIER[2:7], "--learning_rate=0.01",
+              f"--out_dir={tmp_path / job}", "--max_iters=8", f"--subtree={job}", "--placement=disk,cpu")
+    model_hiermem.merge([tmp_path / job for job in jobs], tmp_path / "merged")
+    model_hiermem.merge([hier_runs / job for job in jobs], tmp_path / "device")
+    for (l, (rows, steps)), (rows_b, steps_b) in zip(blocks(tmp_path / "merged").items(), blocks(tmp_path / "device").values()):
+        assert torch.equal(rows, rows_b) and torch.equal(steps, steps_b) and (steps > 0).all(), l
+    with pytest.raises(ValueError, match="has another model"):
+        model_hiermem.merge([hier_runs / "0", tmp_path / "1", tmp_path / "generic"], tmp_path / "mixed")
+
+
+def test_hiermem_off_the_device_torchrun_is_refused_and_jobs_are_advised(clustered, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    train(*HIER, f"--dataset={clustered}", "--placement=device,cpu", f"--out_dir={tmp_path}", expect="--subtree=0, 1, ..., generic")
+
+
+@pytest.mark.parametrize("placement", PLACED)
+def test_hiermem_adding_under_a_node_leaves_everything_else_bitwise_as_it_was(placement, placed_runs, clustered, tmp_path):
+    run = placed_runs[0] / placement
+    before, files = blocks(run), {path.name: path.read_bytes() for path in run.glob("ckpt.*")}
+    for subtree, moved in {"0": {"1": [0], "2": [0, 1]}, "2:3": {"1": [], "2": [3]}}.items():
+        train(f"--dataset={clustered}", f"--init_from={run}", *HIER[0:1], *HIER[2:7], "--frozen=True", f"--subtree={subtree}", "--max_iters=5", f"--out_dir={tmp_path}",
+              "--learning_rate=0.01")
+        for l, (rows, steps) in blocks(tmp_path).items():
+            assert [n for n in range(len(steps)) if not torch.equal(rows[0, n], before[l][0][0, n])] == moved[l] == steps.nonzero()[:, 0].tolist()
+        old, new = weights(run)["model"], weights(tmp_path)["model"]
+        assert all(torch.equal(t, new[key]) for key, t in old.items() if not key.startswith("bank."))
+    assert files == {path.name: path.read_bytes() for path in run.glob("ckpt.*")}, "where it started from is as it was"
+
+
+@pytest.mark.parametrize("placement", PLACED)
+def test_hiermem_a_removed_node_adds_nothing_for_its_subtree_and_all_else_is_bitwise_as_it_was(placement, placed_runs, tmp_path):
+    shutil.copytree(placed_runs[0] / placement, tmp_path / "run")
+    logits = lambda model: model(some_tokens(5, 12), leaf=torch.tensor([0, 1, 2, 3, -1]))[0].detach()
+    whole, without = logits(sample.load_model(tmp_path / "run", "cpu")[0]), sample.load_model(placed_runs[0] / PLACED[0], "cpu")[0]
+    old, table = blocks(tmp_path / "run"), without.bank["1"].table.data
+    model_hiermem.remove(tmp_path / "run", "1:0")
+    removed, new = logits(sample.load_model(tmp_path / "run", "cpu")[0]), blocks(tmp_path / "run")
+    assert [torch.equal(a, b) for a, b in zip(whole, removed)] == [False, False, True, True, True], "leaves 0 and 1 are under node 0"
+    table[0] = 0
+    assert torch.equal(removed, logits(without)), "the level is as if it were not there"
+    assert new["1"][1][0] == 0 and (new["1"][0][1:, 0] == 0).all(), "no moments, no count"
+    assert torch.equal(new["1"][0][:, 1:], old["1"][0][:, 1:]) and torch.equal(new["2"][0], old["2"][0]) and torch.equal(new["2"][1], old["2"][1])
+    block = old["1"][0][0, 0].numpy().tobytes()
+    assert not any(block in path.read_bytes() for path in (tmp_path / "run").glob("ckpt.*")), "nothing is left of it in the files"
+    with pytest.raises(ValueError, match="has no block 3:0"):
+        model_hiermem.remove(tmp_path / "run", "1:1,3:0")
+
+
+def test_hiermem_between_prompts_only_levels_whose_node_changed_are_read(placed_runs, monkeypatch, capsys, tmp_path):
+    out, reads, read = placed_runs[0] / "disk,cpu", [], model_hiermem.Away.read
+    model = sample.load_model(out, "cpu")[0]
+    monkeypatch.setattr(model_hiermem.Away, "read", lambda level, nodes: (reads.append(len(level.table)), read(level, nodes))[1])
+    device = sample.load_model(placed_runs[0] / PLACED[0], "cpu")[0]
+    for leaf, levels in ((0, [3, 5]), (1, [5]), (1, []), (3, [3, 5]), (2, [5])):
+        reads.clear()
+        texts = [torch.stack(list(sample.generate(m, some_tokens(1, 5), 4, temperature=0, leaf=torch.tensor([leaf])))) for m in (model, device)]
+        assert reads == levels and torch.equal(*texts)
+    monkeypatch.undo()
+    run_sample(f"--out_dir={out}", "--bench=True")
+    assert re.search(r"level 1, disk: 0.00 MiB a block, [\d.]+ ms from another node, [\d.]+ from the same\nlevel 2, cpu:", capsys.readouterr().out)
+    shutil.copytree(out, tmp_path / "run")
+    with open(tmp_path / "run" / "ckpt.bank.1.home", "rb+") as file:
+        file.truncate(400)
+    with pytest.raises(ConfigError, match="not whole"):
+        sample.load_model(tmp_path / "run", "cpu")
+    (tmp_path / "run" / "ckpt.bank.1.home").unlink()
+    with pytest.raises(ConfigError, match="goes with ckpt.bank.1.home, which is not beside it"):
+        sample.load_model(tmp_path / "run", "cpu")
+
+
+@slow
+def test_hiermem_a_bank_several_times_the_memory_trains_is_killed_and_resumes_exactly(clustered, tmp_path):
+    """256 nodes: blocks and moments are 2.9 GB, the process may have 0.7 GB of its own; what is in the file is the system's to keep or to drop."""
+    import resource
+    limit, folder, peak = 700 * 2 ** 20, shutil.copytree(clustered, tmp_path / "data"), 0
+    (folder / "meta.json").write_text(json.dumps({**load_meta(folder), "clusters": "256"}))
+    for path in folder.glob("*.leaf"):
+        (np.arange(path.stat().st_size // 4, dtype=np.int32) * 7 % 256).tofile(path)
+    flags = [sys.executable, str(ROOT / "train.py"), "--model=hiermem", "--depth=1", "--batch_tokens=64", "--batch_size=2", "--eval_tokens=256", "--log_interval=1", "--sample_tokens=0",
+             "--clusters=256", "--ranks=5000", "--max_iters=16", "--eval_interval=4", "--device=cpu", f"--dataset={folder}"]
+
+    def run(out, *more, kill=False):
+        nonlocal peak
+        process = subprocess.Popen([*flags, f"--out_dir={tmp_path / out}", *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                   env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            with suppress(OSError, AttributeError):
+                peak = max(peak, 2 ** 10 * int(re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]))
+            if kill and " 10/16 loss" in line:
+                process.kill()
+        assert process.wait() == (-signal.SIGKILL if kill else 0), "".join(lines)[-2000:]
+    run("whole", "--placement=disk")
+    run("part", "--placement=disk", kill=True)
+    run("part", "--init_from=resume")
+    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole") and log_of(tmp_path / "part", "val_loss") == log_of(tmp_path / "whole", "val_loss")
+    levels = [sample.load_model(tmp_path / out, "cpu")[0].bank["1"] for out in ("whole", "part")]
+    assert 3 * 4 * levels[0].table.numel() > 4 * limit and 20 < (levels[0].slot > 0).sum() < 60
+    for node in levels[0].slot.nonzero():
+        assert all(torch.equal(a, b) for a, b in zip(levels[0].read(node, 3), levels[1].read(node, 3)))
+    print(f"peak anonymous memory {peak / 2 ** 20:.0f} MiB, limit {limit / 2 ** 20:.0f} MiB, bank {12 * levels[0].table.numel() / 2 ** 20:.0f} MiB")
+    with pytest.raises(AssertionError, match="memory"):
+        run("device", "--placement=device")
+
+
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_hiermem_hugging_face_anchors(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -3042,7 +3244,8 @@ def test_hiermem_hugging_face_anchors(kind, tmp_path):
     (dict(memory="moe"), "memory='moe': choose one of"), (dict(memory="none", frozen=True), "nothing else to train"), (dict(head_dim=7), "head_dim must be even"),
     (dict(subtree="9", frozen=True, retriever="x"), "choose 0 to 7, or generic"), (dict(subtree="1", retriever="x"), "add frozen=True"), (dict(eot=61), "eot must be"),
     (dict(subtree="1", frozen=True), "the data has no tree"), (dict(layers="top"), "layers='top': choose one of all"), (dict(n_head=3, n_kv_head=2), "multiple of n_kv_head"),
-    (dict(generic=2.0), "generic=2.0: must be")], ids=str)
+    (dict(generic=2.0), "generic=2.0: must be"), (dict(placement="cpu"), "placement=cpu, clusters=8,8: device, cpu or disk"), (dict(placement="cpu,gpu"), "device, cpu or disk"),
+    (dict(placement="device,disk", sparse_memory=False), "placement=device,disk, sparse_memory=False"), (dict(subtree="2:64", frozen=True, retriever="x"), "or level:node")], ids=str)
 def test_hiermem_config_errors(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         model_hiermem.Config(**{**SIZE, **fields})

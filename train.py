@@ -148,6 +148,8 @@ try:
     resolve(config, meta)
     overrides.setdefault("vocab_size", meta["vocab_size"])
     model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, {**data_fields(meta, module), **overrides})
+    need(world == 1 or {*getattr(model_config, "places", ())} <= {"device"}, "placement: torchrun trains no bank that is off the device; "
+         "train its subtrees as jobs of their own, --frozen=True --subtree=0, 1, ..., generic, and merge them with model_hiermem.py")
     need(model_config.vocab_size >= meta["vocab_size"] or not folder, f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
     need(not resume or ckpt["data"]["data_id"] == meta["data_id"], f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
     if not idle:
@@ -360,6 +362,8 @@ def save(text):
         write_checkpoint(out / "ckpt.pt", {
             "format": "nanomem-1", "model": raw.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step, "rng": torch.get_rng_state(),
             "config": config, "model_config": dict(vars(model_config)), "train": progress, "data": {**meta, "folder": str(folder)}})
+    if hasattr(raw, "settle"):
+        raw.settle(out, True)
     show(f"{text} | saved {out}/ckpt.pt")
 
 
@@ -393,7 +397,8 @@ if config["eval_only"]:
     sys.exit(0)
 if master:
     out.mkdir(parents=True, exist_ok=True)
-    for name in [name for name in ("ckpt.pt", "log.jsonl") if not resume and (out / name).exists()]:
+    homes = [p.name for p in out.glob("ckpt.*.home") if (out / "ckpt.pt").exists()]      # the checkpoint's own, not what a killed run left
+    for name in [name for name in (*homes, "ckpt.pt", "log.jsonl") if not resume and (out / name).exists()]:
         os.replace(out / name, out / f"previous-{name}")
         print(f"an earlier run's {out}/{name} is now previous-{name}")
     (out / "result.json").unlink(missing_ok=True)
@@ -410,6 +415,8 @@ if master:
 
 # ---------------------------------------------------------------- the run
 recent, step_times, first_step, params, loss, stop = [], [], step, list(raw.parameters()), None, []
+if hasattr(raw, "settle"):
+    raw.settle(out, resume)                                    # what of the model lies in files of its own
 
 
 def interrupted(number, frame):
