@@ -1357,6 +1357,31 @@ def test_shared_tensors_start_equal_across_variants(name):
     assert not torch.equal(other["embed.weight"], ours["embed.weight"])
 
 
+STARTS = [    # at width 128 and 3 layers, by the end of a name: the standard deviation, or what all numbers of a vector are; 0: all zero; None: tested elsewhere
+    ("move", dict(attention="mla"), {"embed.weight": 1, "head.weight": 0.001, ("W_O.weight", "down.weight", "W_G.weight", "x0_lambda"): 0, "resid_lambda": 1,
+                                     ("W_UK.weight", "W_UV.weight"): 4 ** -0.5, "": 128 ** -0.5}),
+    ("ultramem", dict(), {("table", "core", "retrieve.q_norm.weight", "retrieve.k_norm.weight"): None, "norm.weight": 1, ("W_O.weight", "mlp.down.weight"): 1920 ** -0.5, "": 320 ** -0.5}),
+    ("ultramem", dict(memory="ultramem"), {("retrieve.q_norm.weight", "retrieve.k_norm.weight"): 32 ** -0.33, "W_out.weight": (4 * 64) ** -0.5, "table": 0.02, "": None}),
+    ("ultramem", dict(memory="memory+"), {("table", "W_g.weight", "W_out.weight"): 128 ** -0.5, "keys": (3 * 2 * 64) ** -0.5, "W_q.weight": (2 / (128 + 256)) ** 0.5, "": None}),
+    ("midus", dict(qkv_bias=True, tied=False, r=32), {"norm.weight": 1, ("bias", "values"): 0, ("embed.weight", "head.weight"): 0.02, "keys": (3 * 32) ** -0.5, "W_h": 32 ** -0.5,
+                                                      "down.weight": 512 ** -0.5, "": 128 ** -0.5}),
+    ("midus", dict(memory="pkm"), {"values": 0, "W_q.weight": 0.02, "": None}),
+    ("hiermem", dict(qkv_bias=True), {"norm.weight": 1, "bias": 0, "table": None, **{f"{l}.attn.W_O.weight": (128 * 2 * (l + 1)) ** -0.5 for l in range(3)},
+                                      **{f"{l}.mlp.down.weight": (512 * 2 * (l + 1)) ** -0.5 for l in range(3)}, "": 128 ** -0.5}),
+]
+
+
+@pytest.mark.parametrize("name, switches, stds", STARTS, ids=lambda value: value if isinstance(value, str) else "")
+def test_initial_values_are_the_papers(name, switches, stds):
+    model = make(name, randomize=False, **{**dict(n_embd=128, vocab_size=512), **switches})
+    for n, p in model.named_parameters():
+        want = next(value for ends, value in stds.items() if n.endswith(ends))
+        if want is not None and (p.ndim == 1 or want == 0):
+            assert torch.allclose(p, torch.full_like(p, want)), n
+        elif want is not None:
+            assert p.std().item() == pytest.approx(want, rel=0.06) and p.mean().abs() < 0.1 * want, n
+
+
 # ================================================================ model_move.py: MoVE
 
 MOVE_COUNTS = {                                                # parameters: the paper's tables, and spec formulas where it rounds
@@ -1384,10 +1409,16 @@ def test_move_learning_rates_are_nanochats():
         model, rates = make(memory_lr=memory_lr), {}
         for group in model.param_groups("muon", 0.02, 0.2):
             rates |= {n: group["lr"] for n, p in model.named_parameters() if any(p is q for q in group["params"])}
+            matrices = group["kind"] == "muon"                 # weight decay times (12 / layers)^2, of matrices alone
+            assert group["weight_decay"] == pytest.approx(0.2 * (12 / 3) ** 2 * matrices) and (matrices or group["eps"] == 1e-10)
         wide = (768 / 32) ** 0.5
         assert rates["embed.weight"] == pytest.approx(0.3 * wide) and rates["head.weight"] == pytest.approx(0.004 * wide)
         assert rates["bank.table"] == pytest.approx(0.3 * wide * memory_lr)
         assert (rates["resid_lambda"], rates["x0_lambda"], rates["blocks.0.attn.W_Q.weight"]) == pytest.approx((0.005, 0.5, 0.02))
+        rows = {id(p): (g["lr"], g["weight_decay"]) for g in model.param_groups("adamw", 2e-3, 0.1) for p in g["params"]}       # the same with AdamW for matrices
+        for n, p in model.named_parameters():
+            ratio = {"embed.weight": 10, "bank.table": 10 * memory_lr, "x0_lambda": 10}.get(n, 1)
+            assert rows[id(p)] == pytest.approx((2e-3 * ratio, 0.1 * n.startswith("blocks."))), n
 
 
 def slow_move(model, idx):
@@ -2008,6 +2039,11 @@ def test_ultramem_starts_with_the_variance_of_the_ffn(m, value_dim, pre_value_di
         assert scores.mean().item() == pytest.approx(1, abs=0.05)
         assert y.std().item() == pytest.approx(eq25 * share_of_paper, rel=0.1)
         assert ffn.std().item() == pytest.approx(eq25 / 1.8, rel=0.1)
+
+
+def test_ultramem_experts_start_as_the_ffn_does():
+    table = make("ultramem", randomize=False, memory="moe", n_keys=6, top_m=2, n_embd=128).blocks[1].memory.expert_table       # (experts, 3, width, d)
+    assert table.std((0, 2, 3)).tolist() == pytest.approx([320 ** -0.5, 320 ** -0.5, 1920 ** -0.5], rel=0.03)
 
 
 ULTRAMEM_PAPER = {                # Table 10: total (billions), active (millions); and what our shapes give, where it is not the paper's
@@ -2752,6 +2788,16 @@ def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(me
         model.bank["2"].table[-1] += 0.3                       # generic
     moved = (model(idx, leaf=leaf)[0] - model(idx, leaf=None)[0]).abs().amax((1, 2)) > 1e-4
     assert moved.tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("memory, stds", [("ffn", [128 ** -0.5, 128 ** -0.5, 0]), ("kv", [128 ** -0.5, 0]), ("lora_vo", [384 ** -0.5, 0] * 2),
+                                          ("lora_ffn", [384 ** -0.5, 0, 384 ** -0.5, 0, 768 ** -0.5, 0])])
+def test_hiermem_blocks_start_with_these_standard_deviations(memory, stds):
+    """Width 128, FFN 256: 1/sqrt(d) for gates and keys, Kaiming's uniform for A, and zero for what is added to the anchor's output."""
+    model = make("hiermem", randomize=False, memory=memory, n_embd=128, n_inner=256)
+    widths = [width for width, _ in model.config.kind.parts(model.config).values()]
+    for table in model.bank.parameters():
+        assert [part.std().item() for part in table.view(-1, sum(widths)).split(widths, 1)] == pytest.approx(stds, rel=0.03)
 
 
 def slow_hiermem(model, idx, leaf):
