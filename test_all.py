@@ -1353,6 +1353,8 @@ def test_shared_tensors_start_equal_across_variants(name):
     with_memory, without = make(name, randomize=False, seed=7, **width), make(name, randomize=False, seed=7, **width, **module.DENSE)
     theirs, ours = dict(without.named_parameters()), dict(with_memory.named_parameters())
     assert theirs.keys() < ours.keys() and all(torch.equal(p, ours[n]) for n, p in theirs.items())
+    alike = [ours[f"blocks.{layer}.attn.W_{letter}.weight"] for layer in (0, 1) for letter in "QK"]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(alike, 2)), "each tensor has numbers of its own"
     other = dict(make(name, randomize=False, seed=8).named_parameters())
     assert not torch.equal(other["embed.weight"], ours["embed.weight"])
 
