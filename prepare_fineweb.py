@@ -388,11 +388,11 @@ class TokenShards:
     def shuffled(self, seed: int, rows) -> np.ndarray:
         """The windows of the global rows `rows` (a range): row r is place r mod n_windows in a permutation seeded by (seed, epoch)."""
         epochs, places = np.divmod(np.asarray(rows), self.n_windows)
-        wanted = {int(e) for e in epochs}
-        self.permutations = {e: p for e, p in self.permutations.items() if e in wanted}
-        for epoch in wanted - self.permutations.keys():
-            self.permutations[epoch] = np.random.default_rng([seed, epoch]).permutation(self.n_windows)
-        return np.array([self.permutations[e][place] for e, place in zip(epochs.tolist(), places.tolist())])
+        wanted = {(seed, int(e)) for e in epochs}
+        self.permutations = {key: p for key, p in self.permutations.items() if key in wanted}
+        for key in wanted - self.permutations.keys():
+            self.permutations[key] = np.random.default_rng(key).permutation(self.n_windows)
+        return np.array([self.permutations[seed, e][place] for e, place in zip(epochs.tolist(), places.tolist())])
 
     def batch(self, windows):
         """windows (B,) -> x, y (B, T) int64 tensors. y is x one token on, and -1 where the mask wants no loss."""

@@ -213,6 +213,15 @@ def test_windows_cover_every_token_once_and_never_cross_shards(corpus, tmp_path)
             shards.batch(wrong)
 
 
+def test_every_epoch_has_an_order_of_its_own(corpus, tmp_path):
+    shards = TokenShards(prepare(source=corpus, tokenizer="bytes", out=tmp_path / "data", workers=1), "train", 64)
+    n = shards.n_windows
+    first, second, other = shards.shuffled(1, range(n)), shards.shuffled(1, range(n, 2 * n)), shards.shuffled(2, range(n))
+    assert sorted(first) == sorted(second) == sorted(other) == list(range(n)) and n > 50
+    assert not np.array_equal(first, second) and not np.array_equal(first, other)
+    assert shards.shuffled(1, range(n - 3, n + 4)).tolist() == [*first[-3:], *second[:4]]
+
+
 def test_held_out_files_are_those_named_val(tmp_path):
     texts = small_texts()
     write_jsonl(tmp_path / "in" / "train-1.jsonl", [{"text": text} for text in texts[:30]])
