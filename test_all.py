@@ -969,6 +969,20 @@ def test_kernels_row_sparse_step_equals_dense_adam_on_the_touched_rows():
     torch.testing.assert_close(*results, rtol=0, atol=1e-4)                                              # of a step of 0.1; the two place eps differently
 
 
+def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
+    ours, theirs = (torch.sparse_coo_tensor([rows], torch.randn(len(rows), 3), (6, 3), check_invariants=False).coalesce() for rows in ([1, 2, 5], [2]))
+    answers = iter([torch.tensor([1]), torch.tensor([2, 0, 0]), torch.cat((theirs._values(), torch.zeros(2, 3)))])     # of the other, padded to three
+
+    def all_gather(everyone, t):
+        everyone[0].copy_(t)
+        everyone[1].copy_(next(answers))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    mean = kernels.average_sparse(ours)
+    assert mean.is_coalesced() and mean._indices().tolist() == [[1, 2, 5]]
+    torch.testing.assert_close(mean.to_dense(), (ours.to_dense() + theirs.to_dense()) / 2)
+
+
 def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
     table, indices, weights, *_ = sum_inputs("plain", torch.float32)
     p, q = torch.nn.Parameter(table.clone()), torch.nn.Parameter(table.clone())
@@ -1818,6 +1832,8 @@ def test_lime_routers_learn_ten_times_as_fast_and_do_not_decay():
         for name, p in model.named_parameters():
             still = name.startswith(("embed", "head")) or "norm" in name or "static" in name
             assert settings[id(p)] == ((1e-2, 0.0) if name.endswith("router.R") else (1e-3, 0.0 if still else 0.1)), name
+    model = make("lime", router_lr=3.0, router_decay=0.05)     # unless they are told to
+    assert [(g["lr"], g["weight_decay"]) for g in model.param_groups("adamw", 1e-3, 0.1)] == [(pytest.approx(3e-3), 0.05), (1e-3, 0.0), (1e-3, 0.1)]
 
 
 def test_lime_inspect_is_the_heat_map_of_figures_5_and_9():
@@ -2055,6 +2071,15 @@ def test_ultramem_starts_with_the_variance_of_the_ffn(m, value_dim, pre_value_di
 def test_ultramem_experts_start_as_the_ffn_does():
     table = make("ultramem", randomize=False, memory="moe", n_keys=6, top_m=2, n_embd=128).blocks[1].memory.expert_table       # (experts, 3, width, d)
     assert table.std((0, 2, 3)).tolist() == pytest.approx([320 ** -0.5, 320 ** -0.5, 1920 ** -0.5], rel=0.03)
+
+
+@pytest.mark.parametrize("memory, ratio, scheduled", [("ultramemv2", 1, True), ("memory+", 2.5, False)])
+def test_ultramem_rates_grow_below_width_768_and_memory_plus_keeps_its_values_constant(memory, ratio, scheduled):
+    for width, more in ((384, 2), (1536, 1)):
+        with torch.device("meta"):
+            model = model_ultramem.Model(model_ultramem.Config.from_depth(width // 64, vocab_size=61, memory=memory, value_lr=4))
+        rows = [(g["lr"] / (4e-4 * more), g["weight_decay"], g["schedule"], g.get("boost")) for g in model.param_groups("adamw", 4e-4, 0.1)]
+        assert rows == [(pytest.approx(1), 0.1, True, None), (pytest.approx(ratio), 0.1, scheduled, (4, 0.25))]
 
 
 ULTRAMEM_PAPER = {                # Table 10: total (billions), active (millions); and what our shapes give, where it is not the paper's
@@ -2811,6 +2836,12 @@ def test_hiermem_blocks_start_with_these_standard_deviations(memory, stds):
         assert [part.std().item() for part in table.view(-1, sum(widths)).split(widths, 1)] == pytest.approx(stds, rel=0.03)
 
 
+def test_hiermem_everything_decays_and_the_bank_learns_by_rows():
+    for sparse, kind in ((True, "rows"), (False, "adamw")):
+        rows = [(g["kind"], g["lr"], g["weight_decay"], g["schedule"]) for g in make("hiermem", sparse_memory=sparse).param_groups("adamw", 1e-3, 0.05)]
+        assert rows == [("adamw", 1e-3, 0.05, True), (kind, 1e-3, 0.05, True)]
+
+
 def slow_hiermem(model, idx, leaf):
     """One sequence, its path's memories applied as Appendix I's figures have them: weights patched, channels and keys concatenated."""
     c, d, H, d_h = model.config, model.config.n_embd, model.config.n_head, model.config.head_dim
@@ -3464,7 +3495,7 @@ def test_two_processes_equal_one(sparse, text_folder, tmp_path):
 
 def test_schedules_and_clipping(text_folder, tmp_path):
     lrs = {}
-    for name, flags in dict(wsd=["--schedule=wsd", "--warmdown=0.5", "--warmup_iters=0", "--min_lr=0.001"], cosine=["--schedule=cosine", "--warmup_iters=2"]).items():
+    for name, flags in dict(wsd=["--schedule=wsd", "--warmdown=0.5", "--warmup_iters=0", "--min_lr=0.001"], cosine=["--schedule=cosine", "--warmup=0.25"]).items():
         train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=8", "--learning_rate=0.01", "--optimizer=adamw", "--grad_clip=0.01", *flags)
         lrs[name] = [log_of(tmp_path, "lr")[s] for s in range(1, 9)]
     assert lrs["wsd"] == pytest.approx([0.01] * 5 + [0.001 + 0.009 * f for f in (0.75, 0.5, 0.25)])
@@ -3474,6 +3505,53 @@ def test_schedules_and_clipping(text_folder, tmp_path):
     a.grad, b.grad = torch.full((3,), 2.0), torch.sparse_coo_tensor([[1, 4]], torch.full((2, 2), 1.0), (5, 2)).coalesce()
     assert kernels.clip_grads([a, b], 1.0).item() == pytest.approx(4.0)
     assert a.grad.tolist() == pytest.approx([0.5] * 3) and b.grad.to_dense()[4].tolist() == pytest.approx([0.25] * 2, abs=1e-5)
+
+
+def test_muons_momentum_rises_and_its_decay_falls(text_folder, tmp_path):
+    run = train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=40", "--eval_interval=40", "--optimizer=muon")
+    muon, seen = next(o for o in run["optimizers"] if isinstance(o, torch.optim.Muon)).param_groups[0], []
+    for step in (0, 2, 20):
+        run["train_step"](run["net"], run["params"], run["optimizers"], *run["fetch"](step), step)
+        seen.append((muon["momentum"], muon["weight_decay"], muon["nesterov"]))
+    assert seen == [(pytest.approx(momentum), pytest.approx(0.2 * 12 ** 2 * rest), True) for momentum, rest in ((0.85, 1), (0.9, 0.95), (0.95, 0.5))]
+
+
+def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(tmp_path):
+    """Prompts and eot count neither as loss nor as bytes; the last batch is a short one."""
+    records = [{"prompt": f"what is {i}? ", "answer": "it is " + "abc " * (i % 7)} for i in range(300)]
+    folder = prepare(source=write_jsonl(tmp_path / "qa.jsonl", records), tokenizer="bpe", vocab_size=300, out=tmp_path / "data", val_fraction=0.3, workers=1)
+    run = train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=3", "--eval_tokens=330")
+    x, y = TokenShards(folder, "val", 32).batch(range(10))
+    y[y == load_meta(folder)["eot"]] = -1
+    with torch.no_grad():
+        nats = F.cross_entropy(run["net"](x)[0].transpose(1, 2), y, ignore_index=-1, reduction="sum").item()
+    size, values = load_token_bytes(folder)[y[y >= 0]].sum(), run["evaluate"]()
+    assert size > 1.1 * (y >= 0).sum() and run["net"].training
+    assert (values["val_loss"], values["val_bpb"]) == pytest.approx((nats / (y >= 0).sum().item(), nats / math.log(2) / size), rel=1e-5)
+
+
+def test_only_better_checkpoints_are_kept_if_so_asked(text_folder, tmp_path, capsys):
+    flags = [*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=3", "--eval_interval=1", "--optimizer=adamw", "--warmup_iters=0", "--schedule=wsd"]
+    for rate in (1e-3, 3.0):
+        train(*flags, f"--learning_rate={rate}", "--always_save_checkpoint=False")
+        vals = log_of(tmp_path, "val_loss")
+        better = [step for step in (1, 2, 3) if vals[step] < min(vals[s] for s in range(step))]
+        saved = [int(n) for n in re.findall(r"(?m)^ +(\d)/3 val .* saved", capsys.readouterr().out)]
+        assert saved == better and (len(saved) == 3) == (rate < 1)
+
+
+def test_the_seed_decides_initial_values_and_the_order_of_the_data(text_folder, tmp_path):
+    runs = [(train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=1", f"--seed={seed}")["fetch"](0)[0], log_of(tmp_path, "val_loss")[0]) for seed in (1, 1, 2)]
+    assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
+    assert not torch.equal(runs[0][0], runs[2][0]) and runs[0][1] != runs[2][1]
+
+
+def test_gradients_are_clipped_before_the_update(text_folder, tmp_path):
+    """After one step Adam's first moment is (1 - beta1) * gradient."""
+    run = train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=1", "--optimizer=adamw", "--grad_clip=0.01", "--beta1=0.7", "--beta2=0.8")
+    moments = [state["exp_avg"].norm() for optimizer in run["optimizers"] for state in optimizer.state.values()]
+    assert log_of(tmp_path, "grad_norm")[1] > 0.1 and torch.stack(moments).norm().item() == pytest.approx(0.3 * 0.01, rel=1e-3)
+    assert {group["betas"] for optimizer in run["optimizers"] for group in optimizer.param_groups} == {(0.7, 0.8)}
 
 
 def test_precedence_file_and_help(text_folder, tmp_path, capsys):
@@ -3554,10 +3632,18 @@ def test_resume_refuses_what_would_change_the_run(flags, message, text_folder, f
     train(f"--dataset={text_folder}", f"--out_dir={finished_run}", "--init_from=resume", *flags, expect=message)
 
 
+def test_resume_refuses_other_text(finished_run, corpus, tmp_path):
+    other = prepare(source=corpus, tokenizer="bytes", out=tmp_path / "data", val_fraction=0.2, workers=1)
+    train(f"--dataset={other}", f"--out_dir={finished_run}", "--init_from=resume", expect="holds other text than the checkpoint was trained on")
+
+
 def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "more")
+    rng = torch.Generator().manual_seed(5).get_state()
+    torch.save({**torch.load(finished_run / "ckpt.pt", weights_only=True), "rng": rng}, tmp_path / "more" / "ckpt.pt")
     train(f"--dataset={text_folder}", f"--out_dir={tmp_path / 'more'}", "--init_from=resume", "--max_iters=4")
     assert sorted(log_of(tmp_path / "more")) == [1, 2, 3, 4]
+    assert torch.equal(torch.load(tmp_path / "more" / "ckpt.pt", weights_only=True)["rng"], rng), "the state of the random numbers goes on too"
     train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'new'}", f"--init_from={finished_run}", "--max_iters=1")
     assert log_of(tmp_path / "new", "val_loss")[0] == pytest.approx(log_of(finished_run, "val_loss")[2], abs=1e-5)
     train(*TINY, f"--dataset={text_folder}", f"--out_dir={finished_run}", f"--init_from={finished_run}", expect="give another --out_dir")
@@ -3657,6 +3743,18 @@ def test_sample_writes_text(trained, capsys):
     assert len([line for line in table if re.match(r" +[18] +\d+ +[\d.]+ \| ", line)]) == 6
 
 
+def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, capsys, monkeypatch):
+    draw = lambda seed: (run_sample(f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=30", "--temperature=1", f"--seed={seed}"), capsys.readouterr().out)[1]
+    assert draw(1) == draw(1) != draw(2)
+    seen = []
+    monkeypatch.setattr(sample, "generate", lambda model, idx, *others, **more: seen.append(idx.tolist()) or iter(torch.tensor([[ord("x")], [256], [ord("y")]])))
+    for flags, written in (([], "abx"), (["--stop_at_eot=False"], "abx<|endoftext|>y")):
+        run_sample(f"--out_dir={trained}", "--num_samples=1", "--prompt=ab", *flags)
+        assert capsys.readouterr().out == written + "\n" and seen.pop() == [[256, 97, 98]]
+    run_sample(f"--out_dir={trained}", "--num_samples=1", "--prompt=-", stdin="ab\n\n")
+    assert seen == [[[256, 97, 98, 10]]], "the last newline of stdin is the shell's"
+
+
 def test_inspect_draws_gates(trained, capsys):
     run_sample(f"--out_dir={trained}", "--inspect=True", f"--prompt={PROMPT[:-1]}", "--words=memory,a")
     text = capsys.readouterr().out
@@ -3664,6 +3762,8 @@ def test_inspect_draws_gates(trained, capsys):
     model, tok, _ = sample.load_model(trained, "cpu")
     ids = [tok.eot] + tok.encode(PROMPT)
     assert [ids[n] for n in sample.word_tokens(tok, ids, "memory")] == list(b"memory")
+    assert sample.word_tokens(tok, tok.encode("a cold day is a COLD one, scold"), "cold") == [16, 17, 18, 19], "the last place where it stands by itself"
+    assert not model.training
     grid, axes, gate_v = sample.look(model, tok, PROMPT, "memory")["gates"]
     gates = model.inspect(torch.tensor([ids]))["gates"][0]                                                  # (L, T, H, M+1)
     torch.testing.assert_close(grid, gates[:, 5:11].mean((1, 2)))
@@ -3686,6 +3786,11 @@ def test_inspect_a_word_of_appendix_b(trained, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     rows = [list(map(float, re.findall(r"[\d.]+", line))) for line in lines if re.match("  (short|medium|long) ", line)]
     assert len(rows) == 3 and rows[0] == rows[1] and 0 < max(rows[0]) <= 1 and (trained / "inspect_gates_cold.png").exists()
+    grids = {"The ice is cold": [5.0, 1, 1], "Snow is cold": [0, 1, 2], "Her answer was cold": [9.0, 3, 1]}                     # the gate on V, two slots
+    monkeypatch.setattr(sample, "look", lambda model, tok, text, word: {"gates": (torch.tensor([grids[text]]), ["layer", "slot"], 1)})
+    run_sample(f"--out_dir={trained}", "--inspect=True", "--words=cold")
+    text = capsys.readouterr().out
+    assert "largest (2)" in text and len(re.findall(r"(?m)^  (short|medium|long) +0.2500 +0.5000$", text)) == 3
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -3915,7 +4020,11 @@ def test_the_table_and_its_plot(lab, monkeypatch):
     assert lines[-1] == "`--steps=7`; tokens 4096; data_id d0; device cpu; threads 1; torch 2; commit abc."
     shutil.rmtree(lab / "out")
     monkeypatch.setattr(runner, "plot", real_plot)
+    from matplotlib.axes import Axes
+    bars, errorbar = [], Axes.errorbar
+    monkeypatch.setattr(Axes, "errorbar", lambda axes, x, y, **more: bars.append((x, more["xerr"])) or errorbar(axes, x, y, **more))
     assert runner.main(path, ["--table_only=True"]) == 0       # from the results file alone
+    assert bars == [(pytest.approx(-.1167, abs=1e-4), pytest.approx(.1288, abs=1e-4)), (pytest.approx(-.2), None)]
     assert (lab / "experiments/results/toy_table-cpu.md").read_text().splitlines() == lines and len(calls(lab)) == 7
     assert (lab / "experiments/results/toy_table-cpu.png").read_bytes().startswith(b"\x89PNG")
 
@@ -4009,6 +4118,15 @@ def test_bad_experiments_are_named(changes, flags, message, lab):
     with pytest.raises(ConfigError, match=re.escape(message)):
         runner.main(path, flags)
     assert not calls(lab)
+
+
+def test_runs_at_once_share_the_cores(lab, monkeypatch):
+    seen, run = [], runner.Run("standard", 0, "out/standard/s0", ["--model=toy"])
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=lambda command, *, env, **others: seen.append(env.get("OMP_NUM_THREADS"))))
+    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: range(7), raising=False)
+    for jobs in (1, 3, 9):
+        runner.start(run, jobs)
+    assert seen == [os.environ.get("OMP_NUM_THREADS"), "2", "1"]
 
 
 def test_an_experiment_file_that_is_not_there(lab):
@@ -4178,7 +4296,7 @@ def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
 
 
 def test_prosqa_is_a_graph_with_one_answer(tmp_path):
-    rng, lengths = random.Random(0), []
+    rng, lengths, chosen = random.Random(0), [], []
     for s in (tasks.prosqa_sample(rng) for _ in range(60)):
         edges, symbols, frontier = s["edges"], s["idx_to_symbol"], {s["root"]}
         above = lambda n: {n}.union(*(above(a) for a, b in edges if b == n))
@@ -4197,6 +4315,8 @@ def test_prosqa_is_a_graph_with_one_answer(tmp_path):
             frontier = {b for a, b in edges if a in frontier}
         assert path[-1] == s["target"] and len(path) >= 4
         lengths.append(len(path) - 1)
+        chosen.append((s["root"], re.findall(r"\w+", question)[3] == symbols[s["target"]]))
+    assert all(15 < sum(choice) < 45 for choice in zip(*chosen)), "neither the place of a name nor that of an answer tells"
     assert 3.5 < np.mean(lengths) < 4.2                        # of the published files: 3.8
     samples = [tasks.prosqa_sample(rng) for _ in range(4)]
     (tmp_path / "val.json").write_text(json.dumps(samples[:2]))
