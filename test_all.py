@@ -1695,7 +1695,7 @@ def slow_lime(model, idx):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("switches", [dict(router=r) for r in LIME_ROUTERS] + [dict(n_head=4, n_kv_head=2, n_embd=16), dict(router="none")], ids=str)
+@pytest.mark.parametrize("switches", [dict(router=r) for r in LIME_ROUTERS] + [dict(n_head=4, n_kv_head=2, n_embd=16), dict(router="none", norm_eps=0.5, rope_base=50.0)], ids=str)
 def test_lime_equals_its_equations_written_as_loops(switches):
     model, idx = make("lime", dtype=torch.float64, **{"n_embd": 8, "n_inner": 8, **switches}), some_tokens(1, 4)
     logits, slow_logits = model(idx)[0].double(), slow_lime(model, idx)
@@ -1745,6 +1745,8 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise():
         noise, bound = R[..., :-width], math.sqrt(3 / (n * width))                                          # Appendix H
         assert noise.abs().max() <= bound and noise.abs().max() > 0.9 * bound and noise.var().item() == pytest.approx(1 / (n * width), rel=0.35)
     assert (model.blocks[7].attn.router.W.weight == 0).all()
+    own = make("lime", randomize=False, router_init="random", n_layer=8, n_head=16, n_embd=64, n_kv_head=8).blocks[7].attn.router.R[:, -8:]
+    assert own.abs().max() <= math.sqrt(3 / 64) and own.std().item() == pytest.approx(1 / 8, rel=0.2)
     others = [p.std().item() for n, p in model.named_parameters() if p.ndim > 1 and "router" not in n]
     assert all(abs(std - 0.02) < 0.002 for std in others), "one start for all matrices, W_K and W_V too"
 
@@ -2998,6 +3000,15 @@ def test_hiermem_clusters_leaves_are_those_of_their_sequences_in_several_shards_
         assert torch.equal(data.context(everything)["leaf"], one.context(everything)["leaf"]) and len(one.context(everything)["leaf"].unique()) == 4
 
 
+def test_hiermem_hash_embeddings_have_the_cosines_of_tf_idf():
+    texts = ["River boat, river!", "boat engine", "engine fuel engine engine"]
+    embedder, words = model_hiermem.HashEmbedder.fit(texts), "river boat engine fuel".split()
+    counts = torch.tensor([[1 + math.log(2), 1, 0, 0], [0, 1, 1, 0], [0, 0, 1 + math.log(3), 1]])
+    idf = torch.tensor([math.log(4 / 2) + 1, math.log(4 / 3) + 1, math.log(4 / 3) + 1, math.log(4 / 2) + 1])
+    torch.testing.assert_close(embedder.state["idf"][[model_hiermem.bucket(word) for word in words]], idf)
+    torch.testing.assert_close(embedder(texts) @ embedder(texts).T, F.normalize(counts * idf) @ F.normalize(counts * idf).T, atol=1e-5, rtol=1e-4)
+
+
 def test_hiermem_k_means_is_balanced_reproducible_and_small_nodes_are_refused():
     g = lambda seed: torch.Generator().manual_seed(seed)
     crowd = torch.cat((torch.zeros(90, 2), torch.ones(10, 2)))                               # 90 are more than 1.5/2 of 100: 45 of them go to the
@@ -3087,9 +3098,16 @@ def test_hiermem_subtree_jobs_touch_their_own_blocks_and_merge(hier_runs):
             assert not set(own) & {r for other in jobs if other != job for r in rows[other]}
     state = merged["optimizers"][-1]["state"]
     assert (state[0]["steps"] == 8).all() and merged["model_config"]["subtree"] == ""
-    for folders, message in ((("0", "1"), "missing: generic"), (("0", "0", "1", "generic"), "second job of subtree 0"), (("all", "1"), "was not trained with --subtree=")):
+    for folders, message in ((("0", "1"), "missing: generic"), (("0", "generic"), "missing: 1"), (("0", "0", "1", "generic"), "second job of subtree 0"), (("all", "1"), "was not trained with --subtree=")):
         with pytest.raises(ValueError, match=message):
             model_hiermem.merge([hier_runs / name for name in folders], hier_runs / "wrong")
+    job = weights(hier_runs / "1")
+    (hier_runs / "spoilt").mkdir()
+    for change, message in ((dict(model={**job["model"], "norm.weight": 2 * job["model"]["norm.weight"]}), "subtree 1 started from another anchor"),
+                            (dict(model_config={**job["model_config"], "retriever": "x"}), "subtree 1 has another model or tree")):
+        torch.save({**job, **change}, hier_runs / "spoilt" / "ckpt.pt")
+        with pytest.raises(ValueError, match=message):
+            model_hiermem.merge([hier_runs / name for name in ("0", "spoilt", "generic")], hier_runs / "wrong")
 
 
 def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_path):
@@ -3700,6 +3718,15 @@ def test_cached_generation_equals_full_recomputation(name, switches):
     assert torch.equal(again[0], again[1]) and not torch.equal(again[0], again[2])
 
 
+def test_a_full_context_goes_on_from_its_last_half():
+    model, ids, start = make().eval(), some_tokens(1, 5), 0
+    want = torch.stack(list(sample.generate(model, ids, 30, temperature=0)))
+    for token in want:
+        start = start if ids.size(1) - start <= 16 else ids.size(1) - 8
+        assert model(ids[:, start:])[0][0, -1].argmax() == token
+        ids = torch.cat((ids, token[:, None]), 1)
+
+
 def test_top_k_top_p_and_temperature():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     draw = lambda *how: torch.bincount(sample.choose(logits, *how, torch.Generator().manual_seed(0)), minlength=4) / 4000
@@ -4230,6 +4257,7 @@ def test_arithmetic_is_exact_at_every_step():
         for k, step in zip(range(n, 0, -1), steps):
             values, numbers = [], [int(number) for number in re.findall(r"\d+", step)]
             assert operations(python(step), values) == int(steps[-1]) and (len(numbers), len(values)) == (k, k - 1), record
+            assert not re.search(r"(?<!\d)1 x|[x/] 1(?!\d)", step), "a factor 1 is no operation"
             assert all(v.denominator == 1 and 1 <= v <= largest for v in [*map(Fraction, numbers), *values]), record
             for i, j in itertools.combinations([i for i, c in enumerate(step) if c in "()"], 2):         # no parentheses without need
                 with suppress(SyntaxError):         # if those two are not a pair
