@@ -970,7 +970,8 @@ def test_kernels_row_sparse_step_equals_dense_adam_on_the_touched_rows():
 
 
 def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
-    ours, theirs = (torch.sparse_coo_tensor([rows], torch.randn(len(rows), 3), (6, 3), check_invariants=False).coalesce() for rows in ([1, 2, 5], [2]))
+    sparse = lambda *rows: torch.sparse_coo_tensor([rows], torch.randn(len(rows), 3), (6, 3), check_invariants=False).coalesce()
+    ours, theirs = sparse(1, 2, 5), sparse(2)
     answers = iter([torch.tensor([1]), torch.tensor([2, 0, 0]), torch.cat((theirs._values(), torch.zeros(2, 3)))])     # of the other, padded to three
 
     def all_gather(everyone, t):
@@ -1382,17 +1383,25 @@ def test_shared_tensors_start_equal_across_variants(name):
     assert not torch.equal(other["embed.weight"], ours["embed.weight"])
 
 
-STARTS = [    # at width 128 and 3 layers, by the end of a name: the standard deviation, or what all numbers of a vector are; 0: all zero; None: tested elsewhere
-    ("move", dict(attention="mla"), {"embed.weight": 1, "head.weight": 0.001, ("W_O.weight", "down.weight", "W_G.weight", "x0_lambda"): 0, "resid_lambda": 1,
-                                     ("W_UK.weight", "W_UV.weight"): 4 ** -0.5, "": 128 ** -0.5}),
-    ("ultramem", dict(), {("table", "core", "retrieve.q_norm.weight", "retrieve.k_norm.weight"): None, "norm.weight": 1, ("W_O.weight", "mlp.down.weight"): 1920 ** -0.5, "": 320 ** -0.5}),
-    ("ultramem", dict(memory="ultramem"), {("retrieve.q_norm.weight", "retrieve.k_norm.weight"): 32 ** -0.33, "W_out.weight": (4 * 64) ** -0.5, "table": 0.02, "": None}),
-    ("ultramem", dict(memory="memory+"), {("table", "W_g.weight", "W_out.weight"): 128 ** -0.5, "keys": (3 * 2 * 64) ** -0.5, "W_q.weight": (2 / (128 + 256)) ** 0.5, "": None}),
-    ("midus", dict(qkv_bias=True, tied=False, r=32), {"norm.weight": 1, ("bias", "values"): 0, ("embed.weight", "head.weight"): 0.02, "keys": (3 * 32) ** -0.5, "W_h": 32 ** -0.5,
-                                                      "down.weight": 512 ** -0.5, "": 128 ** -0.5}),
+# At width 128 and 3 layers, by the end of a name: the standard deviation, or what all numbers of a vector are; 0: all zero; None: tested elsewhere.
+STARTS = [
+    ("move", dict(attention="mla"), {
+        "embed.weight": 1, "head.weight": 0.001, ("W_O.weight", "down.weight", "W_G.weight", "x0_lambda"): 0, "resid_lambda": 1,
+        ("W_UK.weight", "W_UV.weight"): 4 ** -0.5, "": 128 ** -0.5}),
+    ("ultramem", dict(), {
+        ("table", "core", "retrieve.q_norm.weight", "retrieve.k_norm.weight"): None, "norm.weight": 1,
+        ("W_O.weight", "mlp.down.weight"): 1920 ** -0.5, "": 320 ** -0.5}),
+    ("ultramem", dict(memory="ultramem"), {
+        ("retrieve.q_norm.weight", "retrieve.k_norm.weight"): 32 ** -0.33, "W_out.weight": (4 * 64) ** -0.5, "table": 0.02, "": None}),
+    ("ultramem", dict(memory="memory+"), {
+        ("table", "W_g.weight", "W_out.weight"): 128 ** -0.5, "keys": (3 * 2 * 64) ** -0.5, "W_q.weight": (2 / (128 + 256)) ** 0.5, "": None}),
+    ("midus", dict(qkv_bias=True, tied=False, r=32), {
+        "norm.weight": 1, ("bias", "values"): 0, ("embed.weight", "head.weight"): 0.02, "keys": (3 * 32) ** -0.5, "W_h": 32 ** -0.5,
+        "down.weight": 512 ** -0.5, "": 128 ** -0.5}),
     ("midus", dict(memory="pkm"), {"values": 0, "W_q.weight": 0.02, "": None}),
-    ("hiermem", dict(qkv_bias=True), {"norm.weight": 1, "bias": 0, "table": None, **{f"{l}.attn.W_O.weight": (128 * 2 * (l + 1)) ** -0.5 for l in range(3)},
-                                      **{f"{l}.mlp.down.weight": (512 * 2 * (l + 1)) ** -0.5 for l in range(3)}, "": 128 ** -0.5}),
+    ("hiermem", dict(qkv_bias=True), {
+        "norm.weight": 1, "bias": 0, "table": None, **{f"{l}.attn.W_O.weight": (128 * 2 * (l + 1)) ** -0.5 for l in range(3)},
+        **{f"{l}.mlp.down.weight": (512 * 2 * (l + 1)) ** -0.5 for l in range(3)}, "": 128 ** -0.5}),
 ]
 
 
@@ -1440,7 +1449,7 @@ def test_move_learning_rates_are_nanochats():
         assert rates["embed.weight"] == pytest.approx(0.3 * wide) and rates["head.weight"] == pytest.approx(0.004 * wide)
         assert rates["bank.table"] == pytest.approx(0.3 * wide * memory_lr)
         assert (rates["resid_lambda"], rates["x0_lambda"], rates["blocks.0.attn.W_Q.weight"]) == pytest.approx((0.005, 0.5, 0.02))
-        rows = {id(p): (g["lr"], g["weight_decay"]) for g in model.param_groups("adamw", 2e-3, 0.1) for p in g["params"]}       # the same with AdamW for matrices
+        rows = {id(p): (g["lr"], g["weight_decay"]) for g in model.param_groups("adamw", 2e-3, 0.1) for p in g["params"]}
         for n, p in model.named_parameters():
             ratio = {"embed.weight": 10, "bank.table": 10 * memory_lr, "x0_lambda": 10}.get(n, 1)
             assert rows[id(p)] == pytest.approx((2e-3 * ratio, 0.1 * n.startswith("blocks."))), n
@@ -1695,7 +1704,8 @@ def slow_lime(model, idx):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("switches", [dict(router=r) for r in LIME_ROUTERS] + [dict(n_head=4, n_kv_head=2, n_embd=16), dict(router="none", norm_eps=0.5, rope_base=50.0)], ids=str)
+@pytest.mark.parametrize("switches", [*(dict(router=r) for r in LIME_ROUTERS), dict(n_head=4, n_kv_head=2, n_embd=16),
+                                      dict(router="none", norm_eps=0.5, rope_base=50.0)], ids=str)
 def test_lime_equals_its_equations_written_as_loops(switches):
     model, idx = make("lime", dtype=torch.float64, **{"n_embd": 8, "n_inner": 8, **switches}), some_tokens(1, 4)
     logits, slow_logits = model(idx)[0].double(), slow_lime(model, idx)
@@ -2071,7 +2081,8 @@ def test_ultramem_starts_with_the_variance_of_the_ffn(m, value_dim, pre_value_di
 
 
 def test_ultramem_experts_start_as_the_ffn_does():
-    table = make("ultramem", randomize=False, memory="moe", n_keys=6, top_m=2, n_embd=128).blocks[1].memory.expert_table       # (experts, 3, width, d)
+    model = make("ultramem", randomize=False, memory="moe", n_keys=6, top_m=2, n_embd=128)
+    table = model.blocks[1].memory.expert_table                # (experts, 3, width, d)
     assert table.std((0, 2, 3)).tolist() == pytest.approx([320 ** -0.5, 320 ** -0.5, 1920 ** -0.5], rel=0.03)
 
 
@@ -2840,8 +2851,8 @@ def test_hiermem_blocks_start_with_these_standard_deviations(memory, stds):
 
 def test_hiermem_everything_decays_and_the_bank_learns_by_rows():
     for sparse, kind in ((True, "rows"), (False, "adamw")):
-        rows = [(g["kind"], g["lr"], g["weight_decay"], g["schedule"]) for g in make("hiermem", sparse_memory=sparse).param_groups("adamw", 1e-3, 0.05)]
-        assert rows == [("adamw", 1e-3, 0.05, True), (kind, 1e-3, 0.05, True)]
+        groups = make("hiermem", sparse_memory=sparse).param_groups("adamw", 1e-3, 0.05)
+        assert [(g["kind"], g["lr"], g["weight_decay"], g["schedule"]) for g in groups] == [("adamw", 1e-3, 0.05, True), (kind, 1e-3, 0.05, True)]
 
 
 def slow_hiermem(model, idx, leaf):
@@ -3098,7 +3109,8 @@ def test_hiermem_subtree_jobs_touch_their_own_blocks_and_merge(hier_runs):
             assert not set(own) & {r for other in jobs if other != job for r in rows[other]}
     state = merged["optimizers"][-1]["state"]
     assert (state[0]["steps"] == 8).all() and merged["model_config"]["subtree"] == ""
-    for folders, message in ((("0", "1"), "missing: generic"), (("0", "generic"), "missing: 1"), (("0", "0", "1", "generic"), "second job of subtree 0"), (("all", "1"), "was not trained with --subtree=")):
+    for folders, message in ((("0", "1"), "missing: generic"), (("0", "generic"), "missing: 1"),
+                             (("0", "0", "1", "generic"), "second job of subtree 0"), (("all", "1"), "was not trained with --subtree=")):
         with pytest.raises(ValueError, match=message):
             model_hiermem.merge([hier_runs / name for name in folders], hier_runs / "wrong")
     job = weights(hier_runs / "1")
@@ -3538,7 +3550,8 @@ def test_muons_momentum_rises_and_its_decay_falls(text_folder, tmp_path):
 def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(tokenizer, vocab_size, tmp_path):
     """Prompts and eot count neither as loss nor as bytes; the last batch is a short one."""
     records = [{"prompt": f"what is {i}? ", "answer": "it is " + "abc " * (i % 7)} for i in range(300)]
-    folder = prepare(source=write_jsonl(tmp_path / "qa.jsonl", records), tokenizer=tokenizer, vocab_size=vocab_size, out=tmp_path / "data", val_fraction=0.3, workers=1)
+    settings = dict(tokenizer=tokenizer, vocab_size=vocab_size, val_fraction=0.3, workers=1)
+    folder = prepare(source=write_jsonl(tmp_path / "qa.jsonl", records), out=tmp_path / "data", **settings)
     run = train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=3", "--eval_tokens=330")
     x, y = TokenShards(folder, "val", 32).batch(range(10))
     y[y == load_meta(folder)["eot"]] = -1
@@ -3550,7 +3563,8 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(token
 
 
 def test_only_better_checkpoints_are_kept_if_so_asked(text_folder, tmp_path, capsys):
-    flags = [*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=3", "--eval_interval=1", "--optimizer=adamw", "--warmup_iters=0", "--schedule=wsd"]
+    flags = [*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=3", "--eval_interval=1", "--optimizer=adamw",
+             "--warmup_iters=0", "--schedule=wsd"]
     for rate in (1e-3, 3.0):
         train(*flags, f"--learning_rate={rate}", "--always_save_checkpoint=False")
         vals = log_of(tmp_path, "val_loss")
@@ -3560,14 +3574,18 @@ def test_only_better_checkpoints_are_kept_if_so_asked(text_folder, tmp_path, cap
 
 
 def test_the_seed_decides_initial_values_and_the_order_of_the_data(text_folder, tmp_path):
-    runs = [(train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=1", f"--seed={seed}")["fetch"](0)[0], log_of(tmp_path, "val_loss")[0]) for seed in (1, 1, 2)]
+    runs = []
+    for seed in (1, 1, 2):
+        run = train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=1", f"--seed={seed}")
+        runs.append((run["fetch"](0)[0], log_of(tmp_path, "val_loss")[0]))
     assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
     assert not torch.equal(runs[0][0], runs[2][0]) and runs[0][1] != runs[2][1]
 
 
 def test_gradients_are_clipped_before_the_update(text_folder, tmp_path):
     """After one step Adam's first moment is (1 - beta1) * gradient."""
-    run = train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=1", "--optimizer=adamw", "--grad_clip=0.01", "--beta1=0.7", "--beta2=0.8")
+    flags = ["--optimizer=adamw", "--grad_clip=0.01", "--beta1=0.7", "--beta2=0.8"]
+    run = train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=1", *flags)
     moments = [state["exp_avg"].norm() for optimizer in run["optimizers"] for state in optimizer.state.values()]
     assert log_of(tmp_path, "grad_norm")[1] > 0.1 and torch.stack(moments).norm().item() == pytest.approx(0.3 * 0.01, rel=1e-3)
     assert {group["betas"] for optimizer in run["optimizers"] for group in optimizer.param_groups} == {(0.7, 0.8)}
@@ -3772,10 +3790,12 @@ def test_sample_writes_text(trained, capsys):
 
 
 def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, capsys, monkeypatch):
-    draw = lambda seed: (run_sample(f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=30", "--temperature=1", f"--seed={seed}"), capsys.readouterr().out)[1]
+    flags = [f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=30", "--temperature=1"]
+    draw = lambda seed: (run_sample(*flags, f"--seed={seed}"), capsys.readouterr().out)[1]
     assert draw(1) == draw(1) != draw(2)
     seen = []
-    monkeypatch.setattr(sample, "generate", lambda model, idx, *others, **more: seen.append(idx.tolist()) or iter(torch.tensor([[ord("x")], [256], [ord("y")]])))
+    xy = torch.tensor([[ord("x")], [256], [ord("y")]])
+    monkeypatch.setattr(sample, "generate", lambda model, idx, *others, **more: seen.append(idx.tolist()) or iter(xy))
     for flags, written in (([], "abx"), (["--stop_at_eot=False"], "abx<|endoftext|>y")):
         run_sample(f"--out_dir={trained}", "--num_samples=1", "--prompt=ab", *flags)
         assert capsys.readouterr().out == written + "\n" and seen.pop() == [[256, 97, 98]]
@@ -3790,7 +3810,7 @@ def test_inspect_draws_gates(trained, capsys):
     model, tok, _ = sample.load_model(trained, "cpu")
     ids = [tok.eot] + tok.encode(PROMPT)
     assert [ids[n] for n in sample.word_tokens(tok, ids, "memory")] == list(b"memory")
-    assert sample.word_tokens(tok, tok.encode("a cold day is a COLD one, scold"), "cold") == [16, 17, 18, 19], "the last place where it stands by itself"
+    assert sample.word_tokens(tok, tok.encode("a cold day is a COLD one, scold"), "cold") == [16, 17, 18, 19], "the last by itself"
     assert not model.training
     grid, axes, gate_v = sample.look(model, tok, PROMPT, "memory")["gates"]
     gates = model.inspect(torch.tensor([ids]))["gates"][0]                                                  # (L, T, H, M+1)
@@ -3814,7 +3834,7 @@ def test_inspect_a_word_of_appendix_b(trained, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     rows = [list(map(float, re.findall(r"[\d.]+", line))) for line in lines if re.match("  (short|medium|long) ", line)]
     assert len(rows) == 3 and rows[0] == rows[1] and 0 < max(rows[0]) <= 1 and (trained / "inspect_gates_cold.png").exists()
-    grids = {"The ice is cold": [5.0, 1, 1], "Snow is cold": [0, 1, 2], "Her answer was cold": [9.0, 3, 1]}                     # the gate on V, two slots
+    grids = {"The ice is cold": [5.0, 1, 1], "Snow is cold": [0, 1, 2], "Her answer was cold": [9.0, 3, 1]}   # the gate on V, two slots
     monkeypatch.setattr(sample, "look", lambda model, tok, text, word: {"gates": (torch.tensor([grids[text]]), ["layer", "slot"], 1)})
     run_sample(f"--out_dir={trained}", "--inspect=True", "--words=cold")
     text = capsys.readouterr().out
