@@ -3738,12 +3738,17 @@ def test_cached_generation_equals_full_recomputation(name, switches):
 
 
 def test_a_full_context_goes_on_from_its_last_half():
-    model, ids, start = make().eval(), some_tokens(1, 5), 0
-    want = torch.stack(list(sample.generate(model, ids, 30, temperature=0)))
-    for token in want:
-        start = start if ids.size(1) - start <= 16 else ids.size(1) - 8
-        assert model(ids[:, start:])[0][0, -1].argmax() == token
-        ids = torch.cat((ids, token[:, None]), 1)
+    model, read = make().eval(), []
+    model.register_forward_pre_hook(lambda module, args: read.append(args[0][0].tolist()))
+    text = [*some_tokens(1, 5)[0].tolist(), *(token.item() for token in sample.generate(model, some_tokens(1, 5), 30, cached=False))]
+    assert [len(context) for context in read] == [*range(5, 17), *range(8, 17), *range(8, 17)]
+    assert all(context == text[:n][-len(context):] for n, context in enumerate(read, 5))
+
+
+def test_generation_ends_when_every_row_has_had_its_eot(monkeypatch):
+    script = iter([[7, 1], [2, 7], [3, 4]])
+    monkeypatch.setattr(sample, "choose", lambda *arguments: torch.tensor(next(script)))
+    assert torch.stack(list(sample.generate(make().eval(), some_tokens(2, 3), 3, eot=7))).tolist() == [[7, 1], [2, 7]]
 
 
 def test_top_k_top_p_and_temperature():
