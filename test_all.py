@@ -3535,6 +3535,7 @@ def test_schedules_and_clipping(text_folder, tmp_path):
     a.grad, b.grad = torch.full((3,), 2.0), torch.sparse_coo_tensor([[1, 4]], torch.full((2, 2), 1.0), (5, 2)).coalesce()
     assert kernels.clip_grads([a, b], 1.0).item() == pytest.approx(4.0)
     assert a.grad.tolist() == pytest.approx([0.5] * 3) and b.grad.to_dense()[4].tolist() == pytest.approx([0.25] * 2, abs=1e-5)
+    assert kernels.clip_grads([a, b], 3.0).item() == pytest.approx(1.0) and a.grad.tolist() == pytest.approx([0.5] * 3), "what is below stays"
 
 
 def test_muons_momentum_rises_and_its_decay_falls(text_folder, tmp_path):
