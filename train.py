@@ -502,8 +502,9 @@ if master:
         rng = torch.Generator(config["device"]).manual_seed(config["seed"])
         ids = torch.cat(list(generate(raw.eval(), start, config["sample_tokens"], temperature=0.8, top_k=50, generator=rng)))
         print(f"\na sample:\n{tok.decode(ids.flatten().tolist())}\n")
-    print(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result {out}/result.json\n"
-          f"next: python sample.py --out_dir={out} --prompt=\"...\"")
+    kept = (out / "ckpt.pt").exists()                          # always_save_checkpoint=False keeps none that is no better than the start
+    print(f"checkpoint {f'{out}/ckpt.pt' if kept else 'none'}, log {out}/log.jsonl, curve {out}/loss.png, result {out}/result.json"
+          + f"\nnext: python sample.py --out_dir={out} --prompt=\"...\"" * kept)
 if world > 1:
     if wandb is not None:
         wandb.finish()

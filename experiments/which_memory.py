@@ -55,7 +55,7 @@ claims = [f"{baseline[title]} > {title}" for title in memories]
 def costs(rows, scale, folder):
     """Ratios to the baseline for each memory: a training step and decoding one sequence by turns on this machine, peak memory of the runs."""
     found, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
-    for title in memories:
+    for title in [title for title in memories if 0 in rows[title]]:
         keys = rows[title][0]["overrides"] | dict(bench=True, dataset=folder)
         out = f"out/which_memory-{scale}"
         if "init_from" in keys:
@@ -99,7 +99,7 @@ def table(rows, measured):
         lines.append(f"| {title} | {added:+,} | {ratios['step']:.2f}x | {ratios['memory']:.2f}x | {ratios['decode']:.2f}x | "
                      f"{run.text([row[metric] for row in rows[base].values()])} | {run.text(gain, '+')} | {in_time:+.4f} | {verdict} | {len(gain)} |")
     lines += ["", "| recall by mentions | " + " | ".join(map(str, MENTIONS)) + " |", "| --- " * (len(MENTIONS) + 1) + "|"]
-    for name in dict.fromkeys(name for title in memories for name in (baseline[title], title)):
+    for name in dict.fromkeys(name for title in measured["ratios"] for name in (baseline[title], title)):
         lines.append(f"| {name} | " + " | ".join(run.text([row[f'recall_{m}'] for row in rows[name].values()]).replace("0.", ".") for m in MENTIONS) + " |")
     return "\n".join(lines) + f"\n\nTimes: {measured['machine']}, by turns; decoding in tokens/s. Guessing recalls .125.\n"
 
@@ -118,7 +118,7 @@ def pictures(rows, measured, stem):
     axes.legend()
     figure.savefig(f"{stem}-gain.png", dpi=120)
     figure = Figure(figsize=(11, 2.8), layout="constrained")
-    for n, (panel, title) in enumerate(zip(figure.subplots(1, len(memories), sharey=True), memories)):
+    for n, (panel, title) in enumerate(zip(figure.subplots(1, len(measured["ratios"]), sharey=True), measured["ratios"])):
         for name, style, color in ((baseline[title], "o--", "grey"), (title, "o-", f"C{n}")):
             recalled = [[row[f"recall_{m}"] for row in rows[name].values()] for m in MENTIONS]
             panel.errorbar(MENTIONS, list(map(mean, recalled)), yerr=[stdev(r) if len(r) > 1 else 0 for r in recalled], fmt=style, capsize=3, color=color,
