@@ -562,7 +562,7 @@ class Away(Level):
         state = [state_dict.get(prefix + name) for name in ("home", "slot", "steps", "seed")]
         if any(t is None for t in state) or state[0].numel() not in (0, math.prod(self.size)):
             return errors.append(f"{prefix}home, slot, steps and seed are not whole")
-        self.home, self.slot, self.steps, self.seed = state
+        (self.home, self.slot, self.steps, self.seed), self.kept = state, None
         self.home, self.saved = self.home.view(self.size) if self.home.numel() else self.home, self.slot.clone()
 
 

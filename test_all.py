@@ -3277,6 +3277,22 @@ def test_hiermem_a_removed_node_adds_nothing_for_its_subtree_and_all_else_is_bit
         model_hiermem.remove(tmp_path / "run", "1:1,3:0")
 
 
+@pytest.mark.parametrize("placement", ["cpu,cpu", "disk,cpu"])
+def test_hiermem_off_the_device_blocks_that_have_learned_are_read_anew(placement, tmp_path):
+    model, idx, leaf = make("hiermem", randomize=False, placement=placement), some_tokens(), torch.tensor([3, 3])
+    model.settle(tmp_path, False)
+    with torch.no_grad():
+        before = model(idx, leaf=leaf)[0]
+    model(idx[:, :-1], idx[:, 1:], leaf=leaf)[1].backward()
+    for o in optimizers_of(model, lr=0.1):
+        o.step()
+    now = model(idx, leaf=leaf)[0]
+    with torch.no_grad():
+        assert torch.equal(model(idx, leaf=leaf)[0], now) and not torch.equal(before, now)
+        model.load_state_dict(model.state_dict() | {"bank.1.slot": torch.zeros_like(model.bank["1"].slot), "bank.1.home": torch.empty(0)})
+        assert not torch.equal(model(idx, leaf=leaf)[0], now), "loaded blocks are read anew too"
+
+
 def test_hiermem_between_prompts_only_levels_whose_node_changed_are_read(placed_runs, monkeypatch, capsys, tmp_path):
     out, reads, read = placed_runs[0] / "disk,cpu", [], model_hiermem.Away.read
     model = sample.load_model(out, "cpu")[0]
