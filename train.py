@@ -332,8 +332,11 @@ if config["bench"]:                                            # the model and i
         racers["dense"] = (torch.compile(base) if config["compile"] else base, base, build_optimizers(base))
     times = {name: [] for name in racers}
     for i in range(15):                                        # three to warm up, twelve that count
-        batch = torch.from_numpy(draw.choice(len(zipf), size=(rows, config["block_size"] + 1), p=zipf / zipf.sum()))
-        x, y, context = fetch(i) if folder else (batch[:, :-1], batch[:, 1:], {})
+        if folder:
+            x, y, context = fetch(i)
+        else:
+            batch = torch.from_numpy(draw.choice(len(zipf), size=(rows, config["block_size"] + 1), p=zipf / zipf.sum()))
+            x, y, context = batch[:, :-1], batch[:, 1:], {}
         for name, (racer, base, its_optimizers) in racers.items():
             start = time.perf_counter()
             train_step(racer, list(base.parameters()), its_optimizers, x, y, context, min(i, config["max_iters"] - 1))

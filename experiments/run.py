@@ -88,6 +88,7 @@ def load_experiment(path, scale):
             raise ConfigError(f"{path}: {name!r} has init_from={start!r}, which must name a variant above it, or @EXPERIMENT/VARIANT")
     if not isinstance(exp["baseline"], dict):                   # one for all; a dict has each variant's own
         exp["baseline"] = dict.fromkeys(exp["variants"], exp["baseline"])
+    exp["minus"] = next(iter(exp["baseline"].values())) if len({*exp["baseline"].values()}) == 1 else "its baseline"
     if unknown := [n for n in (*exp["baseline"], *exp["baseline"].values(), *sum(pairs(exp), ())) if n not in exp["variants"]]:
         raise ConfigError(f"{path}: baseline or claims name {unknown[0]!r}, which is no variant ({', '.join(exp['variants'])})")
     exp["variants"] = {name: (*value, 10**6)[:3] for name, value in exp["variants"].items()}
@@ -266,8 +267,7 @@ def text(values, sign=""):
 def table(exp, opt, rows):
     """Markdown: one line per variant, one per claim."""
     bases, metric = exp["baseline"], exp["metric"]
-    minus = next(iter(bases.values())) if len({*bases.values()}) == 1 else "its baseline"
-    head = ["variant", "parameters", metric, f"minus {minus}", "paper", "paper's difference", *exp["also"], "step time", "seeds"]
+    head = ["variant", "parameters", metric, f"minus {exp['minus']}", "paper", "paper's difference", *exp["also"], "step time", "seeds"]
     lines = [f"# {exp['name']}, scale {opt.scale}", "", (exp["__doc__"] or "").strip(), "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, (_, printed, _) in exp["variants"].items():
         mine, base, now = rows[name], bases.get(name, name), source_hash(settings(exp, opt.scale, name)["model"])
@@ -306,7 +306,7 @@ def plot(exp, rows, file):
         if (printed := paper(exp, name, bases[name])) is not None:
             ax.plot(printed, y + 0.25, "D", color="C1", markersize=5, label="paper")
     ax.axvline(0, color="grey", linewidth=1)
-    ax.set(yticks=range(len(names)), yticklabels=names, xlabel=f"{exp['metric']} minus {next(iter(bases.values())) if len({*bases.values()}) == 1 else 'its baseline'}", title=file.stem)
+    ax.set(yticks=range(len(names)), yticklabels=names, xlabel=f"{exp['metric']} minus {exp['minus']}", title=file.stem)
     ax.invert_yaxis()
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(*zip(*{label: (handle, label) for handle, label in zip(handles, labels)}.values())) if labels else None

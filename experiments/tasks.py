@@ -336,9 +336,9 @@ def write_questions(c, folder):
     if c.clusters:
         from model_hiermem import Retriever
         retriever = Retriever.load(folder / "retriever.npz")
-        told = retriever.path([document["text"] for document in fact_documents(things, random.Random(0))])
-        domains = [int(document["topic"].split()[1]) for document in fact_documents(things, random.Random(0))]
-        usual = {domain: told[[n for n, d in enumerate(domains) if d == domain]].mode(0).values for domain in range(16)}
+        documents = fact_documents(things, random.Random(0))
+        told = retriever.path([document["text"] for document in documents])
+        usual = {d: told[[n for n, document in enumerate(documents) if document["topic"] == f"domain {d}"]].mode(0).values for d in range(16)}
         for row, path in zip(rows, retriever.path([row["text"] for row in rows])):
             row |= {"leaf": int(path[-1]), "agrees": (path == usual[row["domain"]]).tolist()}
         for new in (False, True):

@@ -90,7 +90,7 @@ def table(rows, measured):
     for title, ratios in measured["ratios"].items():
         base, gain = baseline[title], run.differences({"metric": metric}, rows, baseline[title], title)
         added = rows[title][0]["params"]["total"] - rows[base][0]["params"]["total"]
-        verdict = {"holds": "worth it", "reversed": "worse", "inside noise": "inside noise"}.get(run.verdict(gain), run.verdict(gain))
+        verdict = run.verdict(gain).replace("holds", "worth it").replace("reversed", "worse")
         in_time = mean(gain) - more_steps(rows, title, ratios["step"])
         if verdict == "worth it" and len(gain) > 1 and abs(in_time) <= run.noise(gain):
             verdict = "better; at equal time inside noise"
