@@ -3916,7 +3916,7 @@ data = Path(args["dataset"], "meta.json") if "dataset" in args else None
 result = {"model": args["model"], "seed": int(args["seed"]), "val_bpb": float(args["score"].split(":")[int(args["seed"])]),
           "params": {"total": int(args.get("total", 1000))}, "step_ms": float(args.get("ms", 10)), "device": "cpu", "threads": 1, "tokens": 4096, "torch": "2",
           "commit": "abc", "data_id": json.loads(data.read_text())["data_id"] if data else "d0", "source_hash": Path("hash.txt").read_text(),
-          "config": {"folder": "private"}, "model_config": {}}
+          "config": {"folder": "private", "compile": int(args.get("compile", 0))}, "model_config": {}}
 (out / "result.json").write_text(json.dumps(result))
 '''
 
@@ -4190,13 +4190,23 @@ def test_bad_experiments_are_named(changes, flags, message, lab):
     assert not calls(lab)
 
 
-def test_runs_at_once_share_the_cores(lab, monkeypatch):
+def test_how_runs_are_computed(lab, monkeypatch):
+    """Cores are shared by the runs at once, --compile goes to each, and neither is part of what a run is."""
     seen, run = [], runner.Run("standard", 0, "out/standard/s0", ["--model=toy"])
-    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=lambda command, *, env, **others: seen.append(env.get("OMP_NUM_THREADS"))))
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=lambda command, *, env, **others: seen.append((command[2:], env.get("OMP_NUM_THREADS")))))
     monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: range(7), raising=False)
-    for jobs in (1, 3, 9):
-        runner.start(run, jobs)
-    assert seen == [os.environ.get("OMP_NUM_THREADS"), "2", "1"]
+    for options in (dict(jobs=1), dict(jobs=3, compile=0), dict(jobs=9, compile=1)):
+        runner.start(run, runner.Options(**options))
+    flags = ["--model=toy", "--out_dir=out/standard/s0"]
+    assert seen == [(flags, os.environ.get("OMP_NUM_THREADS")), ([*flags, "--compile=0"], "2"), ([*flags, "--compile=1"], "1")]
+    assert (lab / "out/standard/s0/flags.txt").read_text() == "--model=toy"
+
+
+def test_step_times_are_compared_between_runs_that_were_computed_alike(lab):
+    path = experiment(lab, TOYS)
+    runner.main(path, ["--seeds=2", "--only=standard"])
+    runner.main(path, ["--seeds=2", "--only=Big x1", "--compile=1"])
+    assert report_of(lab)["Big x1"][3:] == ["-0.1500 ± 0.0707", "0.822", "-0.0160", "-", "2"]
 
 
 def test_an_experiment_file_that_is_not_there(lab):

@@ -35,6 +35,7 @@ class Options:
     only: str = ""              # comma list of variants; "": all
     dataset: str = ""           # data folder; "": what the experiment's `prepare` makes
     jobs: int = 1               # runs at once; with more than one, each gets its share of the cores
+    compile: int = -1           # 0 | 1: train.py's; -1: its own choice
     table_only: bool = False    # run nothing, make table and plot from the results there are
     out: str = "out"            # folder of the runs
 
@@ -157,30 +158,31 @@ def check_begun(run):
                           "Remove that folder, or keep it and give another --out=FOLDER.")
 
 
-def start(run, jobs):
+def start(run, opt):
     folder = ROOT / run.folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "flags.txt").write_text(" ".join(run.flags))
     resume = (folder / "ckpt.pt").exists()                      # then the checkpoint's own settings count
     flags = [*([run.flags[0], "--init_from=resume"] if resume else run.flags), f"--out_dir={run.folder}"]    # flags[0] is --model
+    flags += [f"--compile={opt.compile}"] * (opt.compile >= 0)        # like the cores: how a run is computed, not what
     print("$ python train.py", shlex.join(flags), flush=True)
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if jobs > 1:
+    if opt.jobs > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        env["OMP_NUM_THREADS"] = str(max(1, cores // jobs))
+        env["OMP_NUM_THREADS"] = str(max(1, cores // opt.jobs))
     with open(folder / "train.log", "a") as log:
         # a session of its own: on Ctrl-C the trainer gets one signal, from run_all(), and not another one from the terminal
         return subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
 
-def run_all(runs, jobs, metric, finished):
-    """Run what is not finished, `jobs` at once, calling finished() after each. Returns the runs that failed."""
+def run_all(runs, opt, metric, finished):
+    """Run what is not finished, opt.jobs at once, calling finished() after each. Returns the runs that failed."""
     pending, running, failed = list(runs), {}, []
     try:
         while pending or running:
             unfinished = {r.folder for r in (*pending, *running)}
             run = next((r for r in pending if r.needs not in unfinished), None)
-            if run and len(running) < jobs:
+            if run and len(running) < opt.jobs:
                 pending.remove(run)
                 if run.result():
                     print(f"  {run.name}, seed {run.seed}: finished earlier")
@@ -188,7 +190,7 @@ def run_all(runs, jobs, metric, finished):
                     print(f"  {run.name}, seed {run.seed}: needs {run.needs}/ckpt.pt, which is not there")
                     failed.append(run)
                 else:
-                    running[run] = start(run, jobs), time.time()
+                    running[run] = start(run, opt), time.time()
                 continue
             time.sleep(0.1)
             for run, (process, began) in [item for item in running.items() if item[1][0].poll() is not None]:
@@ -221,8 +223,9 @@ def collect(exp, opt, runs, file, data_id=""):
     rows = {(row["variant"], row["seed"]): row for row in rows}
     for run in runs:
         if result := run.result():
+            compiled = bool(result["config"]["compile"])
             result = {key: value for key, value in result.items() if key not in ("config", "model_config")}   # these may hold paths
-            rows[run.name, run.seed] = {"variant": run.name, **result, "seed": run.seed, "overrides": settings(exp, opt.scale, run.name)}
+            rows[run.name, run.seed] = {"variant": run.name, **result, "compile": compiled, "seed": run.seed, "overrides": settings(exp, opt.scale, run.name)}
     ids = {"": {data_id} - {""}}                                # by the variant's own `dataset`
     for row in rows.values():
         ids.setdefault(row["overrides"].get("dataset", ""), set()).add(str(row["data_id"]))
@@ -272,7 +275,7 @@ def table(exp, opt, rows):
     for name, (_, printed, _) in exp["variants"].items():
         mine, base, now = rows[name], bases.get(name, name), source_hash(settings(exp, opt.scale, name)["model"])
         both = [(mine[s], rows[base][s]) for s in mine if s in rows[base]]
-        alike = [(a, b) for a, b in both if (a["device"], a["threads"]) == (b["device"], b["threads"])]
+        alike = [(a, b) for a, b in both if all(a.get(key, 0) == b.get(key, 0) for key in ("device", "threads", "compile"))]
         times = [a["step_ms"] / b["step_ms"] for a, b in alike if a["step_ms"] and b["step_ms"]]         # no steps, no time
         total = [a["params"]["total"] - (name != base) * b["params"]["total"] for a, b in both]
         cells = [name + " †" * any(row["source_hash"] != now for row in mine.values()), f"{total[0]:{'+' * (name != base)},}" if both else "-",
@@ -341,7 +344,7 @@ def main(path, argv, dataset=""):
         for number in (signal.SIGINT, signal.SIGTERM):          # SIGINT too: it is ignored in what a script started with &
             signal.signal(number, signal.default_int_handler)
         try:
-            code = 1 if run_all(runs, opt.jobs, exp["metric"], report) else 0
+            code = 1 if run_all(runs, opt, exp["metric"], report) else 0
         except KeyboardInterrupt:
             print(f"\nstopped; go on with: python train.py {shlex.join([str(path), *argv])}")
             code = 130
