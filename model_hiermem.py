@@ -73,28 +73,27 @@ class Config:
     sparse_memory: bool = True    # only fetched blocks cost time (RowAdamW); False: dense gradients, AdamW over the whole bank
     retriever: str = ""           # content hash of the tree that the blocks belong to; set from the data
 
+    def check(self, ok, fields, rule):
+        if not ok:
+            raise ValueError(", ".join(f"{name}={getattr(self, name)!r}" for name in fields.split()) + f": {rule}")
+
     def __post_init__(self):
         self.n_kv_head = self.n_head if self.n_kv_head == -1 else self.n_kv_head
         self.n_inner = 4 * self.n_embd if self.n_inner == -1 else self.n_inner
         self.head_dim = self.n_embd // self.n_head if self.head_dim == -1 else self.head_dim
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            self.check(getattr(self, name) > 0, name, "must be at least 1")
         for name, choices in dict(norm=NORMS, memory=(*MEMORIES, "none"), layers=PLACES).items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+            self.check(getattr(self, name) in choices, name, f"choose one of {', '.join(choices)}")
+        self.check(self.head_dim > 1 and self.head_dim % 2 == 0, "n_embd n_head head_dim", "head_dim must be even")
+        self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head", "n_head must be a multiple of n_kv_head")
+        self.check(-1 <= self.eot < self.vocab_size, "eot vocab_size", "eot must be a token of the vocabulary, or -1")
         numbers = all(re.fullmatch(r"\d+(,\d+)*", text) for text in (self.clusters, self.ranks))
-        for good, names, advice in (
-                (self.head_dim > 1 and self.head_dim % 2 == 0, "n_embd n_head head_dim", "head_dim must be even"),
-                (self.n_head % self.n_kv_head == 0, "n_head n_kv_head", "n_head must be a multiple of n_kv_head"),
-                (-1 <= self.eot < self.vocab_size, "eot vocab_size", "eot must be a token of the vocabulary, or -1"),
-                (numbers and min(self.factors) > 1 and len(self.factors) == len(self.level_ranks) and any(self.level_ranks), "clusters ranks",
-                 "needs a factor of 2 or more and a rank for each level (clusters=8,8 ranks=64,24), not all ranks 0 (memory=none is without)"),
-                (self.generic == -1 or 0 <= self.generic <= 1, "generic", "must be between 0 and 1, or -1 (automatic)"),
-                (self.kind or not (self.frozen or self.subtree), "memory frozen subtree", "without memories there is nothing else to train"),
-                *(check for checks in CHECKS if numbers for check in checks(self))):
-            if not good:
-                raise ValueError(", ".join(f"{name}={getattr(self, name)}" for name in names.split()) + ": " + advice)
+        self.check(numbers and min(self.factors) > 1 and len(self.factors) == len(self.level_ranks) and any(self.level_ranks), "clusters ranks",
+                   "needs a factor of 2 or more and a rank for each level (clusters=8,8 ranks=64,24), not all ranks 0 (memory=none is without)")
+        self.check(self.generic == -1 or 0 <= self.generic <= 1, "generic", "must be between 0 and 1, or -1 (automatic)")
+        for rules in CHECKS:
+            rules(self)
 
     @classmethod
     def from_depth(cls, depth, **overrides):
@@ -290,6 +289,7 @@ class Level(nn.Module):
         rows = self.gather(self.table, distinct, self.sparse)                            # (U, s_l)
         return rows.view(len(rows), *self.shape).index_select(0, inverse)
 
+
 LEVELS = {"device": Level}                                     # levels elsewhere join below the fold
 
 
@@ -363,8 +363,8 @@ class Model(nn.Module):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean cross-entropy in nats).
         Without: (logits (B, T, vocab) fp32, None), only the last position's when a cache from new_cache() is given.
         leaf: the leaves that the sequences belong to (B,) int64, -1: generic; None: the anchor alone. A cache keeps what is fetched."""
-        config = self.config
-        rotary = rotary_tables(rotary_frequencies(config, idx.device), 0 if cache is None else cache.pos, idx.size(1))
+        config, start = self.config, 0 if cache is None else cache.pos
+        rotary = rotary_tables(rotary_frequencies(config, idx.device), start, idx.size(1))
         mask = self.document_mask(idx, cache)
         fetched = self.fetch(leaf, len(idx)) if cache is None or not cache.pos else cache.store["memory"]
         x = self.embed(idx)                                    # (B, T, d)
@@ -883,14 +883,15 @@ def training_context(self, context, seed, rows):
     return {**context, "leaf": context["leaf"].masked_fill(drawn, -1)} if "leaf" in context else context
 
 
-def subtree_and_placement(self):                                # Config's rules, as (whether it is so, the fields, what to do)
+def subtree_and_placement(self):                               # Config's rules for what only some of the memories do
+    self.check(self.kind or not (self.frozen or self.subtree), "memory frozen subtree", "without memories there is nothing else to train")
     inner = [f"{l}:{i}" for l, n in enumerate(self.nodes, 1) for i in range(n)]
-    return ((self.subtree in ("", "generic", *map(str, range(self.factors[0])), *inner), "subtree clusters",
-             f"choose 0 to {self.factors[0] - 1}, or generic, or level:node"),
-            (self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True"),
-            (self.retriever or not self.subtree, "subtree retriever", "the data has no tree: prepare it with --clusters=8,8"),
-            (LEVELS.keys() >= {*self.places} and len(self.places) == len(self.factors), "placement clusters", "device, cpu or disk for each level"),
-            (self.sparse_memory or {*self.places} == {"device"}, "placement sparse_memory", "off the device only fetched blocks can be updated"))
+    self.check(self.subtree in ("", "generic", *map(str, range(self.factors[0])), *inner), "subtree clusters",
+               f"choose 0 to {self.factors[0] - 1}, or generic, or level:node")
+    self.check(self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True")
+    self.check(self.retriever or not self.subtree, "subtree retriever", "the data has no tree: prepare it with --clusters=8,8")
+    self.check(LEVELS.keys() >= {*self.places} and len(self.places) == len(self.factors), "placement clusters", "device, cpu or disk for each level")
+    self.check(self.sparse_memory or {*self.places} == {"device"}, "placement sparse_memory", "off the device only fetched blocks can be updated")
 
 
 def wanted(self, context):

@@ -52,28 +52,22 @@ class Config:
     rope_base: float = 10000.0    # of the rotary embedding
     norm_eps: float = 1e-6        # added to the mean square in a norm
 
+    def check(self, ok, fields, rule):
+        if not ok:
+            raise ValueError(", ".join(f"{name}={getattr(self, name)!r}" for name in fields.split()) + f": {rule}")
+
     def __post_init__(self):
-        if self.n_kv_head == -1:
-            self.n_kv_head = self.n_head
-        if self.n_inner == -1:
-            self.n_inner = 4 * self.n_embd
-        if self.router == "":
-            self.router = "none" if self.baseline else "static"
+        self.n_kv_head = self.n_head if self.n_kv_head == -1 else self.n_kv_head
+        self.n_inner = 4 * self.n_embd if self.n_inner == -1 else self.n_inner
+        self.router = self.router or ("none" if self.baseline else "static")
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f"n_embd={self.n_embd}, n_head={self.n_head}: n_embd must be a multiple of 2*n_head")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head}, n_kv_head={self.n_kv_head}: n_head must be a multiple of n_kv_head")
-        if self.router != "none" and read_router(self.router) is None:
-            raise ValueError(f"router={self.router!r}: choose one of none, {', '.join(ROUTERS)} with a number of layers for j")
-        if self.router_init not in ("identity", "random"):
-            raise ValueError(f"router_init={self.router_init!r}: choose identity or random")
-        if self.baseline not in BLOCKS:
-            raise ValueError(f"baseline={self.baseline!r}: choose one of {', '.join(filter(None, BLOCKS))}, or none at all")
-        if self.baseline and self.router != "none":
-            raise ValueError(f"baseline={self.baseline!r}, router={self.router!r}: a baseline goes without a router, leave one of them out")
+            self.check(getattr(self, name) > 0, name, "must be at least 1")
+        self.check(self.n_embd % (2 * self.n_head) == 0, "n_embd n_head", "n_embd must be a multiple of 2*n_head")
+        self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head", "n_head must be a multiple of n_kv_head")
+        self.check(self.router == "none" or read_router(self.router), "router", f"choose one of none, {', '.join(ROUTERS)} with a number of layers for j")
+        self.check(self.router_init in ("identity", "random"), "router_init", "choose identity or random")
+        self.check(self.baseline in BLOCKS, "baseline", f"choose one of {', '.join(filter(None, BLOCKS))}, or none at all")
+        self.check(not self.baseline or self.router == "none", "baseline router", "a baseline goes without a router, leave one of them out")
 
     @classmethod
     def from_depth(cls, depth, **overrides):
@@ -106,6 +100,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary_frequencies(config, device):
+    """theta (d_h/2,): base^(-2i/d_h)."""
+    return config.rope_base ** (-torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim)
 
 
 def rotary_tables(theta, start, length):
@@ -290,9 +289,8 @@ class Model(nn.Module):
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean cross-entropy in nats).
         Without: (logits (B, T, vocab) fp32, None), only the last position's when a cache from new_cache() is given."""
-        d_h = self.config.head_dim
-        theta = self.config.rope_base ** (-torch.arange(0, d_h, 2, device=idx.device, dtype=torch.float32) / d_h)
-        rotary = rotary_tables(theta, 0 if cache is None else cache.pos, idx.size(1))
+        start = 0 if cache is None else cache.pos
+        rotary = rotary_tables(rotary_frequencies(self.config, idx.device), start, idx.size(1))
         x, buffer = self.embed(idx), []                        # (B, T, d); what each layer leaves for the later ones
         for block in self.blocks:
             x = block(x, rotary, buffer, cache)

@@ -64,34 +64,34 @@ class Config:
     internal_residual: bool = False   # Table 11: a' = x + Attn'(LN(x))
     out_proj: bool = False        # Table 11: a' passes the attention's output projection
 
+    def check(self, ok, fields, rule):
+        if not ok:
+            raise ValueError(", ".join(f"{name}={getattr(self, name)!r}" for name in fields.split()) + f": {rule}")
+
     def __post_init__(self):
         L = self.n_layer
         self.n_kv_head = self.n_head if self.n_kv_head == -1 else self.n_kv_head
         self.n_inner = 4 * self.n_embd if self.n_inner == -1 else self.n_inner
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "n", "k"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.n_embd % (2 * self.n_head) or self.n_head % self.n_kv_head:
-            raise ValueError(f"n_embd={self.n_embd}, n_head={self.n_head}, n_kv_head={self.n_kv_head}: must be multiples, n_embd of 2*n_head")
+            self.check(getattr(self, name) > 0, name, "must be at least 1")
+        self.check(self.n_embd % (2 * self.n_head) == 0, "n_embd n_head", "n_embd must be a multiple of 2*n_head")
+        self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head", "n_head must be a multiple of n_kv_head")
         self.r = self.head_dim if self.r == -1 else self.r
         scaling = [float(x) for x in self.rope_scaling.split(":")] if self.rope_scaling else [1, 1, 4, 1]
-        if self.rope_base <= 0 or len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]:
-            raise ValueError(f"rope_base={self.rope_base}, rope_scaling={self.rope_scaling!r}: needs base > 0, factor:low:high:context, low < high")
+        self.check(self.rope_base > 0 and len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2], "rope_base rope_scaling",
+                   "needs base > 0, factor:low:high:context, low < high")
         for name, choices in (("upscale", METHODS), ("memory", MEMORIES), ("phase", ("", "cpt", "sft")), ("query_norm", ("", "batch", "layer"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(c or repr(c) for c in choices)}")
-        if self.k > self.n ** 2 or self.r < 1:
-            raise ValueError(f"k={self.k}, n={self.n}, r={self.r}: needs k <= n*n and r >= 1")
+            self.check(getattr(self, name) in choices, name, f"choose one of {', '.join(c or repr(c) for c in choices)}")
+        self.check(self.k <= self.n ** 2 and self.r > 0, "k n r", "needs k <= n*n and r >= 1")
         table_11 = self.query_norm or self.internal_residual or self.out_proj
-        if self.memory != "hml" and (table_11 or self.upscale != "midus") or table_11 and self.upscale != "midus":
-            raise ValueError(f"upscale={self.upscale}, memory={self.memory}: needs midus; query_norm, internal_residual, out_proj need midus and hml")
+        self.check(self.upscale == "midus" or self.memory == "hml" and not table_11, "upscale memory", "the kinds of memory blocks need midus")
+        self.check(self.memory == "hml" or not table_11, "memory query_norm internal_residual out_proj", "Table 11's structures need hml")
         placements = METHODS[self.upscale][0]
         self.placement = self.placement or placements[0]
-        if self.placement not in placements:
-            raise ValueError(f"upscale={self.upscale}, placement={self.placement!r}: this method goes with {', '.join(placements) or 'none'}")
+        self.check(self.placement in placements, "upscale placement", f"this method goes with {', '.join(placements) or 'none'}")
         self.inserted = max(1, L // 2) * bool(self.placement) if self.inserted == -1 else self.inserted
-        if not bool(self.placement) <= self.inserted <= L * bool(self.placement):
-            raise ValueError(f"upscale={self.upscale}, n_layer={L}, inserted={self.inserted}: needs 1 to n_layer of them, and none for base")
+        self.check(bool(self.placement) <= self.inserted <= L * bool(self.placement), "upscale n_layer inserted",
+                   "needs 1 to n_layer of them, and none for base")
         PLACEMENTS[self.placement](L, self.inserted)           # some methods ask more of L and D
 
     @classmethod

@@ -59,37 +59,28 @@ class Config:
                                   # equal gradients: at 1/M their sum moves as fast as one row, which pays in short runs
     sparse_memory: bool = False   # row-sparse gradients and lazy Adam for the bank: cost independent of the vocabulary
 
+    def check(self, ok, fields, rule):
+        if not ok:
+            raise ValueError(", ".join(f"{name}={getattr(self, name)!r}" for name in fields.split()) + f": {rule}")
+
     def __post_init__(self):
-        if self.n_kv_head == -1:
-            self.n_kv_head = self.n_head
+        self.n_kv_head = self.n_head if self.n_kv_head == -1 else self.n_kv_head
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f"n_embd={self.n_embd}, n_head={self.n_head}: n_embd must be a multiple of 2*n_head")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head}, n_kv_head={self.n_kv_head}: n_head must be a multiple of n_kv_head")
-        if self.memory not in ("none", *MEMORIES):
-            raise ValueError(f"memory={self.memory!r}: choose one of none, {', '.join(MEMORIES)}")
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"attention={self.attention!r}: choose one of {', '.join(ATTENTIONS)}")
-        if self.memory_lr <= 0:
-            raise ValueError(f"memory_lr={self.memory_lr}: must be positive")
-        if self.gate_v not in (-1, 0, 1):
-            raise ValueError(f"gate_v={self.gate_v}: choose 0, 1 or -1 (automatic)")
+            self.check(getattr(self, name) > 0, name, "must be at least 1")
+        self.check(self.n_embd % (2 * self.n_head) == 0, "n_embd n_head", "n_embd must be a multiple of 2*n_head")
+        self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head", "n_head must be a multiple of n_kv_head")
+        self.check(self.memory in ("none", *MEMORIES), "memory", f"choose one of none, {', '.join(MEMORIES)}")
+        self.check(self.attention in ATTENTIONS, "attention", f"choose one of {', '.join(ATTENTIONS)}")
+        self.check(self.memory_lr > 0, "memory_lr", "must be positive")
+        self.check(self.gate_v in (-1, 0, 1), "gate_v", "choose 0, 1 or -1 (automatic)")
         if self.memory == "none":
             self.slots, self.gate_v, self.sparse_memory = 0, 0, False
             return
-        if self.memory_scale <= 0 or self.memory == "lave" and self.memory_scale not in (1, 2):
-            raise ValueError(f"memory_scale={self.memory_scale}: must be positive, and 1 or 2 for memory=lave")
-        if self.memory == "lave":
-            self.slots = 1
-        elif self.slots == -1:
-            self.slots = math.ceil(self.memory_scale * self.n_layer / 2)
-        if self.slots < 1:
-            raise ValueError(f"slots={self.slots}: must be at least 1; memory=none is the model without a bank")
-        if self.gate_v == -1:
-            self.gate_v = int(self.memory != "lave")
+        lave = self.memory == "lave"
+        self.check(self.memory_scale in (1, 2) if lave else self.memory_scale > 0, "memory_scale", "must be positive, and 1 or 2 for memory=lave")
+        self.slots = 1 if lave else math.ceil(self.memory_scale * self.n_layer / 2) if self.slots == -1 else self.slots
+        self.check(self.slots > 0, "slots", "must be at least 1; memory=none is the model without a bank")
+        self.gate_v = int(not lave) if self.gate_v == -1 else self.gate_v
 
     @classmethod
     def from_depth(cls, depth, **overrides):
@@ -131,16 +122,20 @@ RECIPE = {                        # train.py's settings; the paper's (nanochat's
 
 # ---------------------------------------------------------------- the backbone: nanochat, January 2026
 
-def rotary_tables(start, length, dim, device):
-    """cos and signed sin of positions start .. start+length-1, (length, 1, dim) fp32; base 10,000."""
-    theta = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-    angle = torch.arange(start, start + length, device=device, dtype=torch.float32)[:, None, None] * theta
-    return torch.cat((angle.cos(), angle.cos()), -1), torch.cat((angle.sin(), -angle.sin()), -1)
+def rotary_frequencies(config, device):
+    """theta (d_h/2,): 10000^(-2i/d_h); below zero, since nanochat turns the other way round than Llama."""
+    return -10000.0 ** (-torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim)
+
+
+def rotary_tables(theta, start, length):
+    """cos and signed sin of positions start .. start+length-1 for the frequencies theta (d_h/2,): each (length, 1, d_h) fp32."""
+    angle = torch.arange(start, start + length, device=theta.device, dtype=torch.float32)[:, None, None] * theta
+    return torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
 
 
 def rotate(x, rotary):                                         # x (B, T, H, d_h)
     cos, sin = (t.to(x.dtype) for t in rotary)
-    return x * cos + x.roll(x.size(-1) // 2, -1) * sin         # half-split layout, rotating by minus theta
+    return x * cos + x.roll(x.size(-1) // 2, -1) * sin         # half-split layout, as in Hugging Face's Llama
 
 
 def attend(q, k, v):
@@ -327,7 +322,7 @@ class Model(nn.Module):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean cross-entropy in nats).
         Without: (logits (B, T, vocab) fp32, None), only the last position's when a cache from new_cache() is given."""
         start = 0 if cache is None else cache.pos
-        rotary = rotary_tables(start, idx.size(1), self.config.head_dim, idx.device)
+        rotary = rotary_tables(rotary_frequencies(self.config, idx.device), start, idx.size(1))
         reading = self.read(idx)
         x0 = x = rms_norm(self.embed(idx))                     # (B, T, d)
         for block, resid, skip in zip(self.blocks, self.resid_lambda, self.x0_lambda):
@@ -427,7 +422,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        d, d_c = config.n_embd, config.d_kv
+        d, d_c, self.config = config.n_embd, config.d_kv, config
         self.layer, self.n_head, self.n_kv_head = layer, config.n_head, config.n_kv_head
         self.W_Q = nn.Linear(d, d, bias=False)
         self.W_DKV = nn.Linear(d, d_c, bias=False)
@@ -444,7 +439,7 @@ class LatentAttention(nn.Module):
             c = self.memory(x, c.view(B, T, self.n_kv_head, -1), reading).view(B, T, -1) # c_S   eq. 7
         if cache is not None:
             c = cache.append((self.layer, "c"), c)                                       # (B, S, d_c)
-            rotary = rotary_tables(0, c.size(1), d // self.n_head, x.device)             # keys are rebuilt from position 0 on
+            rotary = rotary_tables(rotary_frequencies(self.config, x.device), 0, c.size(1))     # keys are rebuilt from position 0 on
         k = rms_norm(rotate(self.W_UK(c).view(B, c.size(1), self.n_head, -1), rotary))       # (B, S, H, d_h)
         v = self.W_UV(c).view(B, c.size(1), self.n_head, -1)
         return self.W_O(attend(q, k, v))

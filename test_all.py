@@ -1305,7 +1305,8 @@ def test_loss_is_the_mean_over_targets_and_chunks_do_not_matter(name, switches):
 
 LLAMA = ("lime", "ultramem", "midus", "hiermem")
 SHARED = {"attend": ("move", *LLAMA[:3]), "own_generator": ("move", *LLAMA), "Cache.append": ("move", *LLAMA), "Model.loss": ("move", *LLAMA),
-          "Model.new_cache": ("move", *LLAMA), "RMSNorm": LLAMA, "rotary_tables": LLAMA, "rotate": LLAMA, "MLP": LLAMA,
+          "Model.new_cache": ("move", *LLAMA), "RMSNorm": LLAMA, "rotary_tables": ("move", *LLAMA), "rotate": ("move", *LLAMA), "MLP": LLAMA,
+          "Config.check": ("move", *LLAMA),
           "Model.logits": LLAMA, "rotary_frequencies": LLAMA[2:], "config_from_hf": LLAMA[2:], "from_pretrained": LLAMA[2:]}
 
 
@@ -2627,10 +2628,10 @@ def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_ha
 
 @pytest.mark.parametrize("fields, message", [
     (dict(upscale="dus"), "upscale='dus': choose one of midus"), (dict(memory="moe"), "memory='moe'"), (dict(phase="rl"), "phase='rl'"), (dict(query_norm="rms"), "query_norm"),
-    (dict(placement="llama-pro"), "upscale=midus, placement='llama-pro': this method goes with distributed, top-heavy, bottom-heavy"),
+    (dict(placement="llama-pro"), "upscale='midus', placement='llama-pro': this method goes with distributed, top-heavy, bottom-heavy"),
     (dict(upscale="base", inserted=2), "inserted=2"), (dict(inserted=7), "inserted=7"), (dict(inserted=0), "inserted=0"), (dict(upscale="solar"), "n_layer=6, inserted=3"),
     (dict(upscale="opt_deus", inserted=6), "inserted=6"), (dict(k=26, n=5), "k=26, n=5"), (dict(r=0), "r=0"),
-    (dict(memory="pkm", out_proj=True), "out_proj need"), (dict(upscale="solar", memory="pkm", inserted=2), "memory=pkm: needs midus"), (dict(n_embd=36), "n_embd=36"),
+    (dict(memory="pkm", out_proj=True), "out_proj=True: Table 11's structures need hml"), (dict(upscale="solar", memory="pkm", inserted=2), "memory='pkm': the kinds of memory blocks need midus"), (dict(n_embd=36), "n_embd=36"),
     (dict(n_kv_head=3), "n_kv_head=3"), (dict(rope_scaling="32:4:1:8192"), "rope_scaling='32:4:1:8192'"), (dict(rope_base=0.0), "rope_base=0"), (dict(n=0), "n=0: must be"),
 ])
 def test_midus_config_errors(fields, message):
@@ -3374,12 +3375,12 @@ def test_hiermem_hugging_face_anchors(kind, tmp_path):
 
 
 @pytest.mark.parametrize("fields, message", [
-    (dict(clusters="8,8", ranks="4"), "clusters=8,8, ranks=4: needs a factor"), (dict(clusters="a"), "clusters=a"), (dict(ranks="0,0"), "not all ranks 0"),
+    (dict(clusters="8,8", ranks="4"), "clusters='8,8', ranks='4': needs a factor"), (dict(clusters="a"), "clusters='a'"), (dict(ranks="0,0"), "not all ranks 0"),
     (dict(memory="moe"), "memory='moe': choose one of"), (dict(memory="none", frozen=True), "nothing else to train"), (dict(head_dim=7), "head_dim must be even"),
     (dict(subtree="9", frozen=True, retriever="x"), "choose 0 to 7, or generic"), (dict(subtree="1", retriever="x"), "add frozen=True"), (dict(eot=61), "eot must be"),
     (dict(subtree="1", frozen=True), "the data has no tree"), (dict(layers="top"), "layers='top': choose one of all"), (dict(n_head=3, n_kv_head=2), "multiple of n_kv_head"),
-    (dict(generic=2.0), "generic=2.0: must be"), (dict(placement="cpu"), "placement=cpu, clusters=8,8: device, cpu or disk"), (dict(placement="cpu,gpu"), "device, cpu or disk"),
-    (dict(placement="device,disk", sparse_memory=False), "placement=device,disk, sparse_memory=False"), (dict(subtree="2:64", frozen=True, retriever="x"), "or level:node")], ids=str)
+    (dict(generic=2.0), "generic=2.0: must be"), (dict(placement="cpu"), "placement='cpu', clusters='8,8': device, cpu or disk"), (dict(placement="cpu,gpu"), "device, cpu or disk"),
+    (dict(placement="device,disk", sparse_memory=False), "placement='device,disk', sparse_memory=False"), (dict(subtree="2:64", frozen=True, retriever="x"), "or level:node")], ids=str)
 def test_hiermem_config_errors(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         model_hiermem.Config(**{**SIZE, **fields})
@@ -4596,7 +4597,7 @@ def test_states_are_those_of_the_forward_pass(switches):
         patch.setattr(model_move, "attend", lambda q, k, v: seen.setdefault("v", []).append(v) or attend(q, k, v))
         states = analysis.states(model, idx)
     assert all(torch.equal(a, b.flatten(2)) for a, b in zip(states["values"], seen["v"])) and len(seen["v"]) == 3
-    rotary = model_move.rotary_tables(0, 9, 16, idx.device)
+    rotary = model_move.rotary_tables(model_move.rotary_frequencies(model.config, idx.device), 0, 9)
     before = model.resid_lambda[1] * states["hiddens"][0] + model.x0_lambda[1] * F.rms_norm(model.embed(idx), (32,))
     assert torch.allclose(block(before, rotary, model.read(idx), None), states["hiddens"][1], atol=1e-4)
     rows = [idx[0], idx[1, :4]]                                # the second one is padded, which does not show
