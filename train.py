@@ -383,10 +383,10 @@ def log_line(**values):
 
 
 def show(text, live=False):
-    """A line of at most 79 columns; on a terminal a live line is overwritten by the next."""
+    """A line; on a terminal a live one, cut to 79 columns, is overwritten by the next."""
     if master:
         tty = sys.stdout.isatty()
-        print(("\r\033[K" if tty else "") + text[:79], end="" if live and tty else "\n", flush=True)
+        print(("\r\033[K" if tty else "") + (text[:79] if live else text), end="" if live and tty else "\n", flush=True)
 
 
 def clock(seconds):

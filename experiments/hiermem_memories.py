@@ -6,7 +6,7 @@ from math import log
 model, metric, baseline, seeds = "hiermem", "val_loss", "ffn", 1
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --clusters=8,8 --out=data/fineweb_edu_8_8",
                gpu="--source=fineweb_edu --max_tokens=400_000_000 --clusters=16,16 --out=data/fineweb_edu_16_16")
-cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_size=16, batch_tokens=4096, max_iters=256, eval_interval=128, eval_tokens=131072,
+cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=512, eval_tokens=131072,
            sample_tokens=0)                                     # 1.05M tokens a phase
 gpu = dict(preset="openlm_160m", block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=250, clusters="16,16", ranks="0,80")
 post = dict(init_from="@anchor", frozen=True)
