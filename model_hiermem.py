@@ -29,7 +29,7 @@ other kinds of memory, banks off the device, the tree, subtrees and their merge.
     python train.py --model=hiermem --dense=True --dataset=TEXTS --out_dir=out/anchor
     python train.py --model=hiermem --init_from=out/anchor --memory=ffn --learning_rate=1e-3 --dataset=TEXTS    # --frozen=True: A3
 """
-import functools, hashlib, json, math, os, random, re, sys, time, zipfile, zlib
+import functools, hashlib, json, math, os, random, re, shutil, sys, time, zipfile, zlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
@@ -531,11 +531,20 @@ class Away(Level):
             self.home[nodes, self.slot[nodes] - 1, part] = rows.cpu()
         self.steps[nodes] = state["steps"].cpu()
 
+    def prefetch(self, nodes):                                 # the system begins to read them from the file; nobody waits
+        nodes, size = [node for node in (nodes % len(self.slot)).unique().tolist() if self.path is not None and self.slot[node]], 12 * self.size[-1]
+        if nodes and hasattr(os, "posix_fadvise"):
+            with open(self.path, "rb") as file:
+                for node in nodes:
+                    os.posix_fadvise(file.fileno(), (node * self.size[1] + int(self.slot[node]) - 1) * size, size, os.POSIX_FADV_WILLNEED)
+
     def new_home(self):
         if self.path is None:                                  # pages of zeros, which take memory when they are written to
             import numpy as np
             return torch.from_numpy(np.zeros(self.size, np.float32))
         self.path.unlink(missing_ok=True)
+        if 4 * math.prod(self.size) > (free := shutil.disk_usage(self.path.parent).free):
+            print(f"{self.path} may grow to {4e-9 * math.prod(self.size):.1f} GB and {1e-9 * free:.1f} GB are free: a full disk would kill the run")
         return torch.from_file(str(self.path), shared=True, size=math.prod(self.size)).view(self.size)
 
     def settle(self, path, saved):
@@ -574,6 +583,13 @@ def settle(self, folder, saved):
     for l, level in self.bank.items():
         if isinstance(level, Away):
             level.settle(Path(folder) / f"ckpt.bank.{l}.home", saved)
+
+
+def prefetch(self, context):
+    """train.py's next batch, while the one before it is computed: its blocks, of the levels on disk."""
+    for l, level in self.bank.items():
+        if isinstance(level, Away) and "leaf" in context:
+            level.prefetch(context["leaf"] // (self.config.nodes[-1] // self.config.nodes[int(l) - 1]))
 
 
 # ---------------------------------------------------------------- the retriever: embedders, the tree, the walk (section 2.1, Appendix C)
@@ -1016,7 +1032,7 @@ def inspect(self, idx, leaf=-1):
 
 
 Model.training_context, Model.prompt_context, Model.inspect, Config.wanted = training_context, prompt_context, inspect, wanted
-Model.from_pretrained, Model.settle, Model.load_times = staticmethod(from_pretrained), settle, load_times
+Model.from_pretrained, Model.settle, Model.prefetch, Model.load_times = staticmethod(from_pretrained), settle, prefetch, load_times
 CHECKS.append(subtree_and_placement)
 
 

@@ -3294,6 +3294,27 @@ def test_hiermem_off_the_device_blocks_that_have_learned_are_read_anew(placement
         assert not torch.equal(model(idx, leaf=leaf)[0], now), "loaded blocks are read anew too"
 
 
+def test_hiermem_the_next_batch_is_read_ahead_from_the_file(placed_runs, tmp_path, monkeypatch, capsys):
+    """While a step is computed the system is told to read the blocks of the next; a disk too small for all of them is announced."""
+    asked, events = [], []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: asked.append(np.frombuffer(os.pread(fd, size, start), np.float32)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    model, idx = make("hiermem", randomize=False, placement="disk,cpu"), some_tokens()
+    model.settle(tmp_path, False)
+    assert re.search(r"ckpt.bank.1.home may grow to 0.0 GB and 0.0 GB are free", capsys.readouterr().out)
+    model(idx[:, :-1], idx[:, 1:], leaf=torch.tensor([3, -1]))[1].backward()
+    for o in optimizers_of(model, lr=0.1):
+        o.step()
+    model.prefetch({"leaf": torch.tensor([3, -1, 0, 3])})      # leaf 0's block has learned nothing and is not in the file
+    home, node = model.bank["1"].home, 3 // (model.config.nodes[-1] // model.config.nodes[0])
+    assert [torch.from_numpy(row.copy()).equal(block.flatten()) for row, block in zip(asked, (home[node, 0], home[-1, 0]))] == [True, True] and len(asked) == 2
+    monkeypatch.setattr(model_hiermem.Model, "prefetch", lambda model, context: events.append("ahead"))
+    fetch = model_hiermem.Away.fetch
+    monkeypatch.setattr(model_hiermem.Away, "fetch", lambda level, nodes: events.append("step") or fetch(level, nodes))
+    train(*placed_runs[1], "--placement=disk,device", f"--out_dir={tmp_path / 'run'}")
+    assert events == ["ahead", *["ahead", "step"] * 7, "step"]
+
+
 def test_hiermem_between_prompts_only_levels_whose_node_changed_are_read(placed_runs, monkeypatch, capsys, tmp_path):
     out, reads, read = placed_runs[0] / "disk,cpu", [], model_hiermem.Away.read
     model = sample.load_model(out, "cpu")[0]

@@ -236,6 +236,8 @@ def fetch(step):
     mine = range(step * rows + rank * rows // world, step * rows + (rank + 1) * rows // world)
     windows = train_data.shuffled(config["seed"], mine)
     context = raw.training_context(train_data.context(windows), config["seed"], mine) if wants_context else {}
+    if hasattr(raw, "prefetch"):
+        raw.prefetch(context)
     return *train_data.batch(windows), context
 
 
@@ -464,10 +466,10 @@ try:
         if hasattr(raw, "begin_step"):
             raw.begin_step(step, config["max_iters"])
         logged = (step + 1) % config["log_interval"] == 0 or step + 1 == config["max_iters"]
+        following = fetch(step + 1) if step + 1 < config["max_iters"] else None
         loss, norm = train_step(net, params, optimizers, *batch, step, logged)
-        step += 1
+        step, batch = step + 1, following
         recent.append((step, loss))
-        batch = fetch(step) if step < config["max_iters"] else None
         step_times.append(time.perf_counter() - start)
         progress["train_seconds"] += step_times[-1]
         if logged:
