@@ -11,11 +11,11 @@ from math import log
 model, metric, also, seeds = "midus", "val_loss", ("retention_loss",), 2
 prepare = dict(cpu="experiments/tasks.py domains --source=data/edu --prefix=standardebooks/ --out=data/ebooks",
                gpu="experiments/tasks.py domains --source=data/edu --prefix=standardebooks/ --vocab_size=16384 --out=data/ebooks_gpu")
-cpu = dict(depth=8, n_embd=128, n_head=4, n_kv_head=2, n_inner=352, n=32, block_size=256, batch_size=16, batch_tokens=4096, max_iters=256,
-           eval_interval=256, eval_tokens=131072, sample_tokens=0)                       # CPT: 1.05M tokens; D 4, k 4 and r 32 are automatic
+cpu = dict(depth=8, n_embd=128, n_head=4, n_kv_head=2, n_inner=352, n=32, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024,
+           eval_interval=1024, eval_tokens=131072, sample_tokens=0)                       # CPT: 1.05M tokens; D 4, k 4 and r 32 are automatic
 gpu = dict(depth=8, n_embd=512, n_head=8, n_kv_head=4, n_inner=1408, n=64, block_size=1024, batch_tokens=65536, max_iters=192,
            eval_interval=192, eval_tokens=1048576, sample_tokens=0)                       # 12.6M
-base = dict(dense=True, dataset="@_old", cpu=dict(max_iters=3328, eval_interval=832), gpu=dict(max_iters=768, eval_interval=192))      # 13.6M, 50M
+base = dict(dense=True, dataset="@_old", cpu=dict(batch_size=16, batch_tokens=4096, max_iters=3328, eval_interval=832), gpu=dict(max_iters=768, eval_interval=192))      # 13.6M, 50M
 cpt = dict(init_from="@base", phase="cpt")
 variants = {
     "base": (base, None),
