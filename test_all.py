@@ -3585,6 +3585,24 @@ def test_muons_momentum_rises_and_its_decay_falls(text_folder, tmp_path):
     assert seen == [(pytest.approx(momentum), pytest.approx(0.2 * 12 ** 2 * rest), True) for momentum, rest in ((0.85, 1), (0.9, 0.95), (0.95, 0.5))]
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_muon_trains_any_model(name, text_folder, tmp_path):
+    """Without a recipe for it Muon takes the Linear layers but the head, at muon_lr; the other groups are AdamW's as they were."""
+    flags = [f"--model={name}", "--depth=1", "--block_size=32", "--batch_tokens=64", f"--dataset={text_folder}", "--max_iters=6", "--eval_tokens=640", "--sample_tokens=0"]
+    run = train(*flags, "--optimizer=muon", "--muon_lr=0.03", f"--out_dir={tmp_path}")
+    groups = {kind.__name__: [g for o in run["optimizers"] if isinstance(o, kind) for g in o.param_groups] for kind in (torch.optim.Muon, torch.optim.AdamW)}
+    everything = [p for o in run["optimizers"] for g in o.param_groups for p in g["params"]]
+    assert len(everything) == len(set(everything)) == len([p for p in run["raw"].parameters() if p.requires_grad])
+    if "muon" not in importlib.import_module(f"model_{name}").RECIPE:
+        linear = {m.weight for n, m in run["raw"].named_modules() if isinstance(m, torch.nn.Linear) and n != "head"}
+        assert {p for g in groups["Muon"] for p in g["params"]} == linear and len(linear) > 5 and {g["base_lr"] for g in groups["Muon"]} == {0.03}
+        own = run["raw"].param_groups("adamw", run["config"]["learning_rate"], run["config"]["weight_decay"])
+        rates = {p: (g["lr"], g["weight_decay"]) for g in own for p in g["params"]}
+        assert all((g["base_lr"], g["base_decay"]) == rates[p] for g in groups["AdamW"] for p in g["params"])
+        assert all(g["base_decay"] == rates[p][1] for g in groups["Muon"] for p in g["params"])
+    assert log_of(tmp_path, "val_loss")[6] < log_of(tmp_path, "val_loss")[0] - 0.1
+
+
 @pytest.mark.parametrize("tokenizer, vocab_size", [("bpe", 300), ("bytes", -1)])          # its token 0 is eot, and a byte
 def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(tokenizer, vocab_size, tmp_path):
     """Prompts and eot count neither as loss nor as bytes; the last batch is a short one."""

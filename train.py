@@ -38,7 +38,8 @@ block_size = -1                 # the data folder's, where a document is a windo
 batch_size = -1                 # 8 | 32: sequences in one forward (the micro-batch)
 batch_tokens = -1               # 1024 | 131072: tokens per optimizer step, all GPUs together; accumulation follows from it
 max_iters = -1                  # 128 | about 10 tokens per dense parameter, at most 4 epochs
-optimizer = ""                  # muon | adamw: the first of the model's RECIPE
+optimizer = ""                  # muon | adamw: the first of the model's RECIPE; muon works for every model, though most have no recipe for it:
+muon_lr = 0.02                  # then the Linear layers but the head go to Muon at this rate, and the rest is as in the recipe for adamw
 learning_rate = -1.0            # RECIPE
 min_lr = 0.0                    # where the schedule ends
 schedule = ""                   # wsd (constant, then down linearly) | cosine: RECIPE, else cosine
@@ -96,8 +97,8 @@ def read_config(argv):
     given, _ = configure([f"--{k}={v}" for k, v in source.items()] + [a for a in argv if a not in files], {**fields, **defaults})
     recipes = getattr(module, "RECIPE", {"adamw": {}})
     chosen = given.get("optimizer") or next(iter(recipes))
-    need(chosen in recipes, f"optimizer={chosen}: model_{name}.py has recipes for {', '.join(recipes)}")
-    config = {**defaults, **recipes[chosen], **{k: v for k, v in given.items() if k in defaults}, "model": name, "optimizer": chosen}
+    need(chosen in (*recipes, "muon"), f"optimizer={chosen}: model_{name}.py has recipes for {', '.join(recipes)}")
+    config = {**defaults, **recipes.get(chosen, recipes.get("adamw", {})), **{k: v for k, v in given.items() if k in defaults}, "model": name, "optimizer": chosen}
     return config, given, module, {k: v for k, v in given.items() if k not in defaults}
 
 
@@ -181,7 +182,13 @@ def build(model_config):
 def build_optimizers(net):
     """torch's AdamW and Muon, and LazyAdam and RowAdamW for row-sparse tables, over the model's groups. A group's rate is base_lr times the schedule."""
     betas, kinds = (config["beta1"], config["beta2"]), {"adamw": [], "muon": [], "sparse": [], "rows": []}
-    for group in net.param_groups(config["optimizer"], config["learning_rate"], config["weight_decay"]):
+    foreign = config["optimizer"] == "muon" and "muon" not in getattr(module, "RECIPE", {})        # the model's groups are AdamW's
+    groups = net.param_groups("adamw" if foreign else config["optimizer"], config["learning_rate"], config["weight_decay"])
+    matrices = {m.weight for name, m in net.named_modules() if isinstance(m, torch.nn.Linear) and name != "head"} if foreign else ()
+    for group in [group for group in groups if group["kind"] == "adamw" and group["schedule"] and foreign]:
+        groups.append(dict(group, params=[p for p in group["params"] if p in matrices], kind="muon", lr=config["muon_lr"]))
+        group["params"] = [p for p in group["params"] if p not in matrices]
+    for group in [group for group in groups if group["params"]]:
         kinds[group["kind"]].append(dict(group, base_lr=group["lr"], base_decay=group["weight_decay"]))
     for p in [p for group in kinds["sparse"] + kinds["rows"] for p in group["params"]]:
         keep_coalesced(p)
