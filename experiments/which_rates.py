@@ -1,18 +1,17 @@
-"""The learning rate at which each architecture of which_memory.py, and its baseline, is best: a quarter of its steps, one seed, its recipe's rate and others.
+"""The learning rates at which the baselines of which_memory.py are best: a quarter of its steps, one seed.
 
-The winners belong in which_memory.py's `rates`: a comparison of memories is one of tuned models, or it compares luck with rates. LIMe's routers stay at
-the paper's 1e-2 whatever the others' rate."""
+A comparison of memories is one of tuned models, or it compares luck with rates. The winners stand in which_memory.py's `tuned`; a memory takes its
+baseline's, so what tuning there is favours the baseline. The first number is muon_lr, for the matrices; the second the rate of all else."""
 from experiments.which_memory import cpu, gpu, plain, prepare
 
 model, metric, seeds = "move", "val_bpb", 1
-cpu, gpu = dict(cpu, max_iters=248, eval_interval=124), dict(gpu, max_iters=200, eval_interval=100)
-rates = {"MoVE": (.01, .02, .04), "LIMe": (1e-3, 2e-3, 4e-3, 8e-3), "UltraMemV2": (2e-4, 4e-4, 8e-4, 16e-4), "HierMem": (2.5e-3, 5e-3, 1e-2)}    # differences: to the second
-variants, baseline = {}, {}
-for title, tried in rates.items():
-    for name, keys in ((f"{title} dense", dict(dense=True)), (title, {})):
-        for rate in tried:
-            routers = dict(router_lr=1e-2 / rate) if name == "LIMe" else {}
-            variants[f"{name} {rate:g}"] = dict(model=plain[title], learning_rate=rate, **keys, **routers), None
-            baseline[f"{name} {rate:g}"] = f"{name} {tried[1]:g}"
-variants |= {f"MIDUS base {rate:g}": (dict(model="midus", dense=True, learning_rate=rate), None) for rate in (1e-3, 2e-3, 4e-3)}
-baseline |= {name: "MIDUS base 0.002" for name in variants if name.startswith("MIDUS")}
+cpu, gpu = dict(cpu, max_iters=248, eval_interval=248), dict(gpu, max_iters=200, eval_interval=200)
+recipes = {"LIMe": 1e-3, "UltraMemV2": 4e-4, "HierMem": 5e-3, "MIDUS base": 2e-3}         # of their papers, with AdamW for everything
+variants = {f"MoVE {rate:g}": (dict(model="move", dense=True, learning_rate=rate), None) for rate in (.02, .01, .04)}
+baseline = {name: "MoVE 0.02" for name in variants}
+for title, rate in recipes.items():
+    plain_model = dict(model=plain.get(title, "midus"), dense=True)
+    variants[f"{title} AdamW {rate:g}"] = plain_model, None
+    tried = [(.02, rate), (.01, rate), (.04, rate), (.02, rate / 3), (.02, 3 * rate)]
+    variants |= {f"{title} {muon:g} {rest:.2g}": (dict(plain_model, optimizer="muon", muon_lr=muon, learning_rate=rest), None) for muon, rest in tried}
+    baseline |= {name: f"{title} AdamW {rate:g}" for name in variants if name.startswith(title)}
