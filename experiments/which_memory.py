@@ -2,7 +2,8 @@
 
 The text is educational prose with invented facts in it, each mentioned 1 to 100 times (experiments/tasks.py facts), and a run goes over it once, so
 that one run gives both the bits per byte and what was remembered. MIDUS and the post-hoc bank start from the trained baseline and are compared
-with going on with the baseline over the same text. The baselines' runs over half of the text say what more steps would have bought.
+with going on with the baseline over the same text. The baselines' runs over half of the text say what more steps would have bought. All train their
+matrices with Muon (MoVE by its recipe): with AdamW a million tokens leave a model that has learned too little to judge its memory by.
 `python experiments/which_memory.py` then measures the costs, if they are not there yet, and makes the table and the two pictures of the README.
 """
 import json
@@ -27,22 +28,26 @@ prepare = dict(cpu="experiments/tasks.py facts --clusters=8,8 --text_chars=32000
 cpu = dict(depth=4, n_embd=128, batch_size=4, batch_tokens=1024, max_iters=992, eval_interval=248, eval_tokens=109568, sample_tokens=0)   # one epoch
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=400, sample_tokens=0)           # batches of 131k tokens: about one epoch
 half = {"cpu": dict(max_iters=496), "gpu": dict(max_iters=400)}
-rates = {"LIMe": {"cpu": dict(learning_rate=3e-3)}}             # at this size; the others' recipes are right as they are, or follow the width
+tuned = {                                                       # the best of which_rates.py at this size
+    "LIMe": dict(muon_lr=0.02, learning_rate=3e-3), "UltraMemV2": dict(muon_lr=0.02, learning_rate=4e-4),
+    "HierMem": dict(muon_lr=0.02, learning_rate=5e-3), "MIDUS": dict(muon_lr=0.02, learning_rate=2e-3),
+}
+muon = {title: dict(optimizer="muon", schedule="wsd", cpu=keys) for title, keys in tuned.items()}
 plain = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
 plain |= {path.stem[6:]: path.stem[6:] for path in sorted(run.ROOT.glob("model_*.py")) if path.stem[6:] not in (*plain.values(), "midus")}  # your own
 variants = {}
 for title, file in plain.items():
-    rate, own = rates.get(title, {}), dict(router_lr=3.33) if title == "LIMe" else {}    # the routers' rate stays the paper's 1e-2
-    variants |= {f"{title} dense": (dict(model=file, dense=True, **rate), None), title: (dict(model=file, **own, **rate), None)}
+    keys = dict(model=file, **muon.get(title, {}))
+    variants |= {f"{title} dense": (dict(keys, dense=True), None), title: (keys, None)}
+    variants[f"{title} dense x0.5"] = dict(keys, dense=True, **{scale: half[scale] | keys.get(scale, {}) for scale in half}), None, 1
+midus, hiermem = dict(model="midus", **muon["MIDUS"]), dict(model="hiermem", **muon["HierMem"])
 variants |= {
-    "MIDUS base": (dict(model="midus", dense=True), None),
-    "MIDUS base continued": (dict(model="midus", init_from="@MIDUS base", upscale="base", phase="cpt"), None),
-    "MIDUS": (dict(model="midus", init_from="@MIDUS base", upscale="midus", phase="cpt"), None),
-    "HierMem dense continued": (dict(model="hiermem", dense=True, init_from="@HierMem dense"), None, 1),
-    "HierMem post-hoc": (dict(model="hiermem", memory="ffn", frozen=True, init_from="@HierMem dense"), None, 1),
+    "MIDUS base": (dict(midus, dense=True), None),
+    "MIDUS base continued": (dict(midus, init_from="@MIDUS base", upscale="base", phase="cpt"), None),
+    "MIDUS": (dict(midus, init_from="@MIDUS base", upscale="midus", phase="cpt"), None),
+    "HierMem dense continued": (dict(hiermem, dense=True, init_from="@HierMem dense"), None, 1),
+    "HierMem post-hoc": (dict(hiermem, memory="ffn", frozen=True, init_from="@HierMem dense"), None, 1),
 }
-variants |= {f"{title} dense x0.5": (dict(model=file, dense=True, **{s: half[s] | rates.get(title, {}).get(s, {}) for s in half}), None, 1)
-             for title, file in plain.items()}
 baseline = {title: f"{title} dense" for title in plain} | {f"{title} dense x0.5": f"{title} dense" for title in plain}
 baseline |= {"MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base", "HierMem post-hoc": "HierMem dense continued",
              "HierMem dense continued": "HierMem dense"}
