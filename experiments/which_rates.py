@@ -13,6 +13,6 @@ baseline = {name: "MoVE 0.02" for name in variants}
 for title, rate in recipes.items():
     plain_model = dict(model=plain.get(title, "midus"), dense=True)
     variants[f"{title} AdamW {rate:g}"] = plain_model, None
-    tried = [(.02, rate), (.01, rate), (.04, rate), (.02, rate / 3), (.02, 3 * rate)]
+    tried = [(.02, rate), (.01, rate), (.04, rate), (.02, rate / 3), (.02, 3 * rate), (.02, 9 * rate)]
     variants |= {f"{title} {muon:g} {rest:.2g}": (dict(plain_model, optimizer="muon", schedule="wsd", muon_lr=muon, learning_rate=rest), None) for muon, rest in tried}
     baseline |= {name: f"{title} AdamW {rate:g}" for name in variants if name.startswith(title)}
