@@ -29,7 +29,7 @@ cpu = dict(depth=4, n_embd=128, batch_size=4, batch_tokens=1024, max_iters=992, 
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=400, sample_tokens=0)           # batches of 131k tokens: about one epoch
 half = {"cpu": dict(max_iters=496), "gpu": dict(max_iters=400)}
 tuned = {                                                       # the best of which_rates.py at this size
-    "LIMe": dict(muon_lr=0.02, learning_rate=3e-3), "UltraMemV2": dict(muon_lr=0.02, learning_rate=4e-4),
+    "LIMe": dict(muon_lr=0.02, learning_rate=27e-3, router_lr=1e-2 / 27e-3), "UltraMemV2": dict(muon_lr=0.02, learning_rate=36e-4),
     "HierMem": dict(muon_lr=0.02, learning_rate=5e-3), "MIDUS": dict(muon_lr=0.02, learning_rate=2e-3),
 }
 muon = {title: dict(optimizer="muon", schedule="wsd", cpu=keys) for title, keys in tuned.items()}

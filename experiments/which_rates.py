@@ -1,7 +1,6 @@
-"""The learning rates at which the baselines of which_memory.py are best: a quarter of its steps, one seed.
+"""The learning rates at which the models of which_memory.py are best: a quarter of its steps, one seed.
 
-A comparison of memories is one of tuned models, or it compares luck with rates. The winners stand in which_memory.py's `tuned`; a memory takes its
-baseline's, so what tuning there is favours the baseline. The first number is muon_lr, for the matrices; the second the rate of all else. With Muon the
+A comparison of memories is one of tuned models, or it compares luck with rates. The winners stand in which_memory.py's `tuned`. The first number is muon_lr, for the matrices; the second the rate of all else. With Muon the
 rates are constant until they fall to zero over the last 40%, as in MoVE's recipe, with AdamW a cosine."""
 from experiments.which_memory import cpu, gpu, plain, prepare
 
@@ -15,4 +14,8 @@ for title, rate in recipes.items():
     variants[f"{title} AdamW {rate:g}"] = plain_model, None
     tried = [(.02, rate), (.01, rate), (.04, rate), (.02, rate / 3), (.02, 3 * rate), (.02, 9 * rate)]
     variants |= {f"{title} {muon:g} {rest:.2g}": (dict(plain_model, optimizer="muon", schedule="wsd", muon_lr=muon, learning_rate=rest), None) for muon, rest in tried}
+    if title in ("UltraMemV2", "HierMem"):                      # whose tables learn at the second rate
+        tried = [(.02, factor * rate) for factor in (1, 3, 9)]
+        variants |= {f"{title} memory {muon:g} {rest:.2g}": (dict(model=plain[title], optimizer="muon", schedule="wsd", muon_lr=muon, learning_rate=rest), None)
+                     for muon, rest in tried}
     baseline |= {name: f"{title} AdamW {rate:g}" for name in variants if name.startswith(title)}
