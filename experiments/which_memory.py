@@ -30,7 +30,7 @@ gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=400, samp
 half = {"cpu": dict(max_iters=496), "gpu": dict(max_iters=400)}
 tuned = {                                                       # the best of which_rates.py at this size
     "LIMe": dict(muon_lr=0.02, learning_rate=27e-3, router_lr=1e-2 / 27e-3), "UltraMemV2": dict(muon_lr=0.02, learning_rate=36e-4),
-    "HierMem": dict(muon_lr=0.02, learning_rate=5e-3), "MIDUS": dict(muon_lr=0.02, learning_rate=2e-3),
+    "HierMem": dict(muon_lr=0.02, learning_rate=15e-3), "MIDUS base": dict(muon_lr=0.02, learning_rate=18e-3),
 }
 muon = {title: dict(optimizer="muon", schedule="wsd", cpu=keys) for title, keys in tuned.items()}
 plain = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
@@ -40,11 +40,11 @@ for title, file in plain.items():
     keys = dict(model=file, **muon.get(title, {}))
     variants |= {f"{title} dense": (dict(keys, dense=True), None), title: (keys, None)}
     variants[f"{title} dense x0.5"] = dict(keys, dense=True, **{scale: half[scale] | keys.get(scale, {}) for scale in half}), None, 1
-midus, hiermem = dict(model="midus", **muon["MIDUS"]), dict(model="hiermem", **muon["HierMem"])
+midus, hiermem = dict(model="midus", init_from="@MIDUS base", phase="cpt", optimizer="muon", schedule="wsd"), dict(model="hiermem", **muon["HierMem"])
 variants |= {
-    "MIDUS base": (dict(midus, dense=True), None),
-    "MIDUS base continued": (dict(midus, init_from="@MIDUS base", upscale="base", phase="cpt"), None),
-    "MIDUS": (dict(midus, init_from="@MIDUS base", upscale="midus", phase="cpt"), None),
+    "MIDUS base": (dict(model="midus", dense=True, **muon["MIDUS base"]), None),
+    "MIDUS base continued": (dict(midus, upscale="base"), None),                         # both at the recipe's rate
+    "MIDUS": (dict(midus, upscale="midus"), None),
     "HierMem dense continued": (dict(hiermem, dense=True, init_from="@HierMem dense"), None, 1),
     "HierMem post-hoc": (dict(hiermem, memory="ffn", frozen=True, init_from="@HierMem dense"), None, 1),
 }
