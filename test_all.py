@@ -4267,6 +4267,25 @@ def test_source_hash_sees_code_alone(lab):
     assert len(set(hashes.values())) == 15                     # five kinds of code in each of three files
 
 
+def test_the_commit_of_a_run_is_dirty_by_code_and_not_by_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert runner.commit() == ""                               # no repository
+    for file in ("train.py", "experiments/results/a.md"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("1")
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=b commit -qm 1"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    name = runner.commit()
+    assert re.fullmatch("[0-9a-f]{7,}", name)
+    (tmp_path / "experiments/results/a.md").write_text("2")
+    assert runner.commit() == name
+    (tmp_path / "train.py").write_text("2")
+    assert runner.commit() == name + "-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert runner.commit() == ""                               # no git
+
+
 def test_the_experiments_here_fit_their_models():
     """Each variant's keys are train.py's or its model's and make a Config; the claims are true of the paper's own numbers."""
     keys = set(re.findall(r"^(\w+) = ", (ROOT / "train.py").read_text().split("defaults =")[0], re.M)) | {"vocab_size"}

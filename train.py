@@ -12,7 +12,7 @@ The globals below are the configuration. `--key=value` overrides one; a key that
 model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime: that model's too). A positional
 argument is a Python file of such assignments. Precedence: globals < the model's RECIPE < file < command line.
 """
-import datetime, importlib, json, math, os, platform, signal, subprocess, sys, time
+import datetime, importlib, json, math, os, platform, signal, sys, time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -494,15 +494,14 @@ except (torch.OutOfMemoryError, RuntimeError) as error:
 
 # ---------------------------------------------------------------- the end: result.json, picture, sample
 if master:
-    from experiments.run import source_hash
-    git = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=root, capture_output=True, text=True)
+    from experiments.run import commit, source_hash
     seconds = float(np.median(step_times)) if step_times else None
     curve = [line for line in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "val_loss" in line]
     result = {"model": config["model"], "seed": config["seed"], **progress, "curve": curve, "train_loss": None if loss is None else float(loss), "params": counts,
               "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds, "tokens_per_second": seconds and config["batch_tokens"] / seconds,
               "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * config["batch_tokens"], "iters": step, "threads": torch.get_num_threads(),
               "device": torch.cuda.get_device_name() if gpu else f"{config['device']} {platform.machine()}", "torch": torch.__version__,
-              "commit": git.stdout.strip(), "data_id": meta["data_id"], "source_hash": source_hash(config["model"]),
+              "commit": commit(), "data_id": meta["data_id"], "source_hash": source_hash(config["model"]),
               "config": config, "model_config": vars(model_config), "date": datetime.date.today().isoformat()}
     (out / "result.json").write_text(json.dumps(result, indent=1))
     plot_losses(out / "log.jsonl", out / "loss.png", f"model_{config['model']}.py on {folder.name}")

@@ -69,6 +69,16 @@ def source_hash(model):
     return hashlib.sha256(repr(trees).encode()).hexdigest()[:8]
 
 
+def commit():
+    """The checkout's commit, "-dirty" if files other than results differ from it; "" where there is no git or no repository."""
+    git = lambda *command: subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    try:
+        name = git("describe", "--always", "--exclude=*").stdout.strip()
+        return name + "-dirty" * (git("diff", "--quiet", "HEAD", "--", ".", ":!experiments/results").returncode == 1)
+    except OSError:
+        return ""
+
+
 # ---------------------------------------------------------------- the experiment file
 
 def load_experiment(path, scale):
