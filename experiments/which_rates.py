@@ -1,7 +1,8 @@
 """The learning rates at which the models of which_memory.py are best: a quarter of its steps, one seed.
 
-A comparison of memories is one of tuned models, or it compares luck with rates. The winners stand in which_memory.py's `tuned`. The first number is muon_lr, for the matrices; the second the rate of all else. With Muon the
-rates are constant until they fall to zero over the last 40%, as in MoVE's recipe, with AdamW a cosine."""
+A comparison of memories is one of tuned models, or it compares luck with rates. The winners stand in which_memory.py's `tuned`. The first number is
+muon_lr, for the matrices; the second the rate of all else. With Muon the rates are constant until they fall to zero over the last 40%, as in MoVE's
+recipe, with AdamW a cosine."""
 from experiments.which_memory import cpu, gpu, plain, prepare
 
 model, metric, seeds = "move", "val_bpb", 1
@@ -18,4 +19,4 @@ for title, rate in recipes.items():
         tried = [(.02, factor * rate) for factor in (1, 3, 9)]
         variants |= {f"{title} memory {muon:g} {rest:.2g}": (dict(model=plain[title], optimizer="muon", schedule="wsd", muon_lr=muon, learning_rate=rest), None)
                      for muon, rest in tried}
-    baseline |= {name: f"{title} AdamW {rate:g}" for name in variants if name.startswith(title)}
+    baseline |= {name: f"{title} 0.02 {rate:.2g}" for name in variants if name.startswith(title)}
