@@ -6,5 +6,5 @@ from experiments.midus_table1 import cpu, gpu, prepare
 model, metric, also, seeds = "midus", "val_loss", ("retention_loss",), 1
 cpt = dict(init_from="@midus_table1/base", phase="cpt")
 methods = ("midus", "opt_deus", "avg_deus", "lesa", "llama_pro", "base", "solar")
-variants = {f"{method} {rate:g}": (dict(cpt, upscale=method, learning_rate=rate), None) for method in methods for rate in (5e-4, 1e-3, 2e-3, 4e-3)}
+variants = {f"{method} {rate:g}": (dict(cpt, upscale=method, learning_rate=rate), None) for method in methods for rate in (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)}
 baseline = {name: f"{name.split()[0]} 0.002" for name in variants}
