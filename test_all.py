@@ -522,7 +522,8 @@ def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
 
 def start_preparing(corpus, out, seconds):
     """A preparation in a process of its own that rests after every shard."""
-    code = ("import sys, time, prepare_fineweb as pf\nsave = pf._save_shard\n"
+    code = ("import signal, sys, time, prepare_fineweb as pf\nsave = pf._save_shard\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"                  # which is ignored in what a script started with &
             f"def slow(*arguments):\n    save(*arguments)\n    time.sleep({seconds})\n"
             "pf._save_shard = slow\nsys.exit(pf.main(sys.argv[1:]))")
     settings = [f"--source={corpus}", "--tokenizer=bytes", f"--out={out}", "--shard_tokens=2000", "--workers=2"]
