@@ -532,11 +532,12 @@ class Away(Level):
         self.steps[nodes] = state["steps"].cpu()
 
     def prefetch(self, nodes):                                 # the system begins to read them from the file; nobody waits
-        nodes, size = [node for node in (nodes % len(self.slot)).unique().tolist() if self.path is not None and self.slot[node]], 12 * self.size[-1]
-        if nodes and hasattr(os, "posix_fadvise"):
-            with open(self.path, "rb") as file:
-                for node in nodes:
-                    os.posix_fadvise(file.fileno(), (node * self.size[1] + int(self.slot[node]) - 1) * size, size, os.POSIX_FADV_WILLNEED)
+        if self.path is None or not hasattr(os, "posix_fadvise"):
+            return
+        nodes, size = (nodes % len(self.slot)).unique(), 12 * self.size[-1]              # bytes of a slot: the block and both moments
+        with open(self.path, "rb") as file:
+            for node in nodes[self.slot[nodes] > 0].tolist():
+                os.posix_fadvise(file.fileno(), (node * self.size[1] + int(self.slot[node]) - 1) * size, size, os.POSIX_FADV_WILLNEED)
 
     def new_home(self):
         if self.path is None:                                  # pages of zeros, which take memory when they are written to

@@ -97,7 +97,7 @@ def read_config(argv):
     given, _ = configure([f"--{k}={v}" for k, v in source.items()] + [a for a in argv if a not in files], {**fields, **defaults})
     recipes = getattr(module, "RECIPE", {"adamw": {}})
     chosen = given.get("optimizer") or next(iter(recipes))
-    need(chosen in (*recipes, "muon"), f"optimizer={chosen}: model_{name}.py has recipes for {', '.join(recipes)}")
+    need(chosen in (*recipes, "muon"), f"optimizer={chosen}: model_{name}.py has recipes for {', '.join(recipes)}, and muon works for all")
     config = {**defaults, **recipes.get(chosen, recipes.get("adamw", {})), **{k: v for k, v in given.items() if k in defaults}, "model": name, "optimizer": chosen}
     return config, given, module, {k: v for k, v in given.items() if k not in defaults}
 
@@ -169,6 +169,8 @@ else:
 torch.manual_seed(config["seed"])
 autocast = torch.autocast(config["device"].split(":")[0], torch.bfloat16) if config["dtype"] == "bfloat16" else nullcontext()
 
+foreign = config["optimizer"] == "muon" and "muon" not in getattr(module, "RECIPE", {})            # Muon for a model whose groups are AdamW's
+
 
 def build(model_config):
     with torch.device("meta"):                                 # no memory and no time yet
@@ -182,7 +184,6 @@ def build(model_config):
 def build_optimizers(net):
     """torch's AdamW and Muon, and LazyAdam and RowAdamW for row-sparse tables, over the model's groups. A group's rate is base_lr times the schedule."""
     betas, kinds = (config["beta1"], config["beta2"]), {"adamw": [], "muon": [], "sparse": [], "rows": []}
-    foreign = config["optimizer"] == "muon" and "muon" not in getattr(module, "RECIPE", {})        # the model's groups are AdamW's
     groups = net.param_groups("adamw" if foreign else config["optimizer"], config["learning_rate"], config["weight_decay"])
     matrices = {m.weight for name, m in net.named_modules() if isinstance(m, torch.nn.Linear) and name != "head"} if foreign else ()
     for group in [group for group in groups if group["kind"] == "adamw" and group["schedule"] and foreign]:
@@ -209,9 +210,10 @@ if config["warmup_iters"] == -1:
 if config["eval_interval"] < 1:
     config["eval_interval"] = max(1, config["max_iters"] // (20 if gpu else 4))
 if master:
+    rates = f"{config['learning_rate']:g}" + f", {config['muon_lr']:g} for the matrices" * foreign
     print(f"{model_config}\nparameters: {', '.join(f'{v:,} {k}' for k, v in counts.items())}; {flops / 1e6:,.1f} MFLOP a token, forward and backward\n"
           f"{config['batch_tokens']:,} tokens a step = {rows} x {config['block_size']}, {config['batch_size']} sequences at once; {config['max_iters']} steps\n"
-          f"{config['optimizer']}, learning rate {config['learning_rate']:g}, {config['schedule']}; {config['device']}, {config['dtype']}, data {folder}")
+          f"{config['optimizer']}, learning rate {rates}, {config['schedule']}; {config['device']}, {config['dtype']}, data {folder}")
 if config["dry_run"]:
     for name, p in raw.named_parameters():
         print(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")

@@ -32,15 +32,16 @@ tuned = {                                                       # the best of wh
     "LIMe": dict(muon_lr=0.02, learning_rate=27e-3, router_lr=1e-2 / 27e-3), "UltraMemV2": dict(muon_lr=0.02, learning_rate=36e-4),
     "HierMem": dict(muon_lr=0.02, learning_rate=15e-3), "MIDUS base": dict(muon_lr=0.02, learning_rate=18e-3),
 }
-muon = {title: dict(optimizer="muon", schedule="wsd", cpu=keys) for title, keys in tuned.items()}
+untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's rate: your own model, and MIDUS's second phase
+muon = {"MoVE": {}} | {title: dict(untuned, cpu=keys) for title, keys in tuned.items()}
 plain = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
 plain |= {path.stem[6:]: path.stem[6:] for path in sorted(run.ROOT.glob("model_*.py")) if path.stem[6:] not in (*plain.values(), "midus")}  # your own
 variants = {}
 for title, file in plain.items():
-    keys = dict(model=file, **muon.get(title, {}))
+    keys = dict(model=file, **muon.get(title, untuned))
     variants |= {f"{title} dense": (dict(keys, dense=True), None), title: (keys, None)}
     variants[f"{title} dense x0.5"] = dict(keys, dense=True, **{scale: half[scale] | keys.get(scale, {}) for scale in half}), None, 1
-midus, hiermem = dict(model="midus", init_from="@MIDUS base", phase="cpt", optimizer="muon", schedule="wsd"), dict(model="hiermem", **muon["HierMem"])
+midus, hiermem = dict(model="midus", init_from="@MIDUS base", phase="cpt", **untuned), dict(model="hiermem", **muon["HierMem"])
 variants |= {
     "MIDUS base": (dict(model="midus", dense=True, **muon["MIDUS base"]), None),
     "MIDUS base continued": (dict(midus, upscale="base"), None),                         # both at the recipe's rate
