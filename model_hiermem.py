@@ -21,9 +21,9 @@ FFN memories (the default) widen the SwiGLU of every layer by R = r_1 + ... + r_
                                       +----------------------------- R(x; W) ---+
       tokens --> embed --> [ attention, FFN + fetched FFN memory ] x L --> head
 
-Every level also has a *generic* block, for any text: what the same parameters are worth without retrieval. A training
-sequence takes the generic blocks with probability 1/(k_1 + 1), else those of its path (section 4). Below the fold are the
-other kinds of memory, banks off the device, the tree, subtrees and their merge. The anchor alone, and then with memories (Table 1, A1 and A2):
+Every level also has a *generic* block, for any text: a training sequence takes it with probability 1/(k_1 + 1), else the
+blocks of its path (section 4). Below the fold are the other kinds of memory, banks off the device, the tree, subtrees and
+their merge. The anchor alone, and then with memories (Table 1, A1 and A2):
 
     python prepare_fineweb.py --source=TEXTS --clusters=8,8 --window=512       # the tree, and sequences of one leaf each
     python train.py --model=hiermem --dense=True --dataset=TEXTS --out_dir=out/anchor
@@ -67,6 +67,7 @@ class Config:
     ranks: str = "64,24"          # r_1,...,r_p: FFN channels, LoRA ranks or key-value pairs; 0: no memory at a level
     layers: str = "all"           # all | early | middle | late: 2L/7 of them, with as much memory in all (Table 9)
     generic: float = -1.0         # share of training sequences that take the generic memory; -1: 1/(k_1 + 1)
+    memory_lr: float = 1.0        # learning rate of the bank, in units of the anchor's
     frozen: bool = False          # only memories are trained
     subtree: str = ""             # train the memories under a node of level 1, 0 ... k_1-1, or any node, level:node, or generic; "": all
     placement: str = ""           # where each level is, cpu,disk: on the device, in host memory or in a file; "": all on the device
@@ -91,7 +92,6 @@ class Config:
         numbers = all(re.fullmatch(r"\d+(,\d+)*", text) for text in (self.clusters, self.ranks))
         self.check(numbers and min(self.factors) > 1 and len(self.factors) == len(self.level_ranks) and any(self.level_ranks), "clusters ranks",
                    "needs a factor of 2 or more and a rank for each level (clusters=8,8 ranks=64,24), not all ranks 0 (memory=none is without)")
-        self.check(self.generic == -1 or 0 <= self.generic <= 1, "generic", "must be between 0 and 1, or -1 (automatic)")
         for rules in CHECKS:
             rules(self)
 
@@ -401,8 +401,8 @@ class Model(nn.Module):
         """Anchor and bank; weight decay for all (section A). RowAdamW updates the blocks that were fetched, and no other."""
         bank = [p for p in self.bank.parameters() if p.requires_grad]
         anchor = [p for name, p in self.named_parameters() if not name.startswith("bank.")]
-        return [dict(params=params, kind=kind, lr=learning_rate, weight_decay=weight_decay, schedule=True)
-                for params, kind in ((anchor, "adamw"), (bank, "rows" if self.config.sparse_memory else "adamw")) if params]
+        groups = (anchor, "adamw", learning_rate), (bank, "rows" if self.config.sparse_memory else "adamw", learning_rate * self.config.memory_lr)
+        return [dict(params=params, kind=kind, lr=lr, weight_decay=weight_decay, schedule=True) for params, kind, lr in groups if params]
 
     def param_counts(self):
         """total; memory |W|, the generic blocks (as large as what is fetched) counted apart; active: what one token touches."""
@@ -900,7 +900,9 @@ def training_context(self, context, seed, rows):
     return {**context, "leaf": context["leaf"].masked_fill(drawn, -1)} if "leaf" in context else context
 
 
-def subtree_and_placement(self):                               # Config's rules for what only some of the memories do
+def training_and_placement(self):                              # Config's rules for how memories train and where they are
+    self.check(self.generic == -1 or 0 <= self.generic <= 1, "generic", "must be between 0 and 1, or -1 (automatic)")
+    self.check(self.memory_lr > 0, "memory_lr", "must be positive")
     self.check(self.kind or not (self.frozen or self.subtree), "memory frozen subtree", "without memories there is nothing else to train")
     inner = [f"{l}:{i}" for l, n in enumerate(self.nodes, 1) for i in range(n)]
     self.check(self.subtree in ("", "generic", *map(str, range(self.factors[0])), *inner), "subtree clusters",
@@ -1034,7 +1036,7 @@ def inspect(self, idx, leaf=-1):
 
 Model.training_context, Model.prompt_context, Model.inspect, Config.wanted = training_context, prompt_context, inspect, wanted
 Model.from_pretrained, Model.settle, Model.prefetch, Model.load_times = staticmethod(from_pretrained), settle, prefetch, load_times
-CHECKS.append(subtree_and_placement)
+CHECKS.append(training_and_placement)
 
 
 if __name__ == "__main__":                                     # python model_hiermem.py out/job-* out/merged; remove out/all 2:17

@@ -2852,9 +2852,9 @@ def test_hiermem_blocks_start_with_these_standard_deviations(memory, stds):
 
 
 def test_hiermem_everything_decays_and_the_bank_learns_by_rows():
-    for sparse, kind in ((True, "rows"), (False, "adamw")):
-        groups = make("hiermem", sparse_memory=sparse).param_groups("adamw", 1e-3, 0.05)
-        assert [(g["kind"], g["lr"], g["weight_decay"], g["schedule"]) for g in groups] == [("adamw", 1e-3, 0.05, True), (kind, 1e-3, 0.05, True)]
+    for sparse, kind, rate in ((True, "rows", 1.0), (False, "adamw", 1.0), (True, "rows", 0.25)):
+        groups = make("hiermem", sparse_memory=sparse, memory_lr=rate).param_groups("adamw", 1e-3, 0.05)
+        assert [(g["kind"], g["lr"], g["weight_decay"], g["schedule"]) for g in groups] == [("adamw", 1e-3, 0.05, True), (kind, rate * 1e-3, 0.05, True)]
 
 
 def slow_hiermem(model, idx, leaf):
@@ -3401,7 +3401,7 @@ def test_hiermem_hugging_face_anchors(kind, tmp_path):
     (dict(memory="moe"), "memory='moe': choose one of"), (dict(memory="none", frozen=True), "nothing else to train"), (dict(head_dim=7), "head_dim must be even"),
     (dict(subtree="9", frozen=True, retriever="x"), "choose 0 to 7, or generic"), (dict(subtree="1", retriever="x"), "add frozen=True"), (dict(eot=61), "eot must be"),
     (dict(subtree="1", frozen=True), "the data has no tree"), (dict(layers="top"), "layers='top': choose one of all"), (dict(n_head=3, n_kv_head=2), "multiple of n_kv_head"),
-    (dict(generic=2.0), "generic=2.0: must be"), (dict(placement="cpu"), "placement='cpu', clusters='8,8': device, cpu or disk"), (dict(placement="cpu,gpu"), "device, cpu or disk"),
+    (dict(generic=2.0), "generic=2.0: must be"), (dict(memory_lr=0.0), "memory_lr=0.0: must be positive"), (dict(placement="cpu"), "placement='cpu', clusters='8,8': device, cpu or disk"), (dict(placement="cpu,gpu"), "device, cpu or disk"),
     (dict(placement="device,disk", sparse_memory=False), "placement='device,disk', sparse_memory=False"), (dict(subtree="2:64", frozen=True, retriever="x"), "or level:node")], ids=str)
 def test_hiermem_config_errors(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -13,10 +13,12 @@ baseline = {name: "MoVE 0.02" for name in variants}
 for title, rate in recipes.items():
     plain_model = dict(model=plain.get(title, "midus"), dense=True)
     variants[f"{title} AdamW {rate:g}"] = plain_model, None
-    tried = [(.02, rate), (.04, rate), (.02, rate / 3), (.02, 3 * rate), (.02, 9 * rate), (.02, 27 * rate), (.01, 9 * rate)]
+    tried = [(.02, rate), (.04, rate), (.02, rate / 3), (.02, 3 * rate), (.02, 9 * rate), (.02, 27 * rate), (.02, 81 * rate), (.01, 9 * rate)]
     variants |= {f"{title} {muon:g} {rest:.2g}": (dict(plain_model, optimizer="muon", schedule="wsd", muon_lr=muon, learning_rate=rest), None) for muon, rest in tried}
     if title in ("UltraMemV2", "HierMem"):                      # whose tables learn at the second rate
-        tried = [(.02, factor * rate) for factor in (3, 9, 27)]
-        variants |= {f"{title} memory {muon:g} {rest:.2g}": (dict(model=plain[title], optimizer="muon", schedule="wsd", muon_lr=muon, learning_rate=rest), None)
-                     for muon, rest in tried}
+        variants |= {f"{title} memory 0.02 {rest:.2g}": (dict(model=plain[title], optimizer="muon", schedule="wsd", muon_lr=.02, learning_rate=rest), None)
+                     for rest in (3 * rate, 9 * rate, 27 * rate)}
+    if title == "HierMem":                                      # ... or at a fraction of it
+        variants |= {f"HierMem memory 0.02 0.045/{part}": (dict(model="hiermem", optimizer="muon", schedule="wsd", muon_lr=.02, learning_rate=.045,
+                                                                memory_lr=1 / part), None) for part in (3, 9, 27)}
     baseline |= {name: f"{title} 0.02 {rate:.2g}" for name in variants if name.startswith(title)}
