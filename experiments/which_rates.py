@@ -13,7 +13,8 @@ baseline = {name: "MoVE 0.02" for name in variants}
 for title, rate in recipes.items():
     plain_model = dict(model=plain.get(title, "midus"), dense=True)
     variants[f"{title} AdamW {rate:g}"] = plain_model, None
-    tried = [(.02, rate), (.04, rate), (.02, rate / 3), (.02, 3 * rate), (.02, 9 * rate), (.02, 27 * rate), (.02, 81 * rate), (.01, 9 * rate)]
+    tried = [(.02, rate), (.04, rate), (.02, rate / 3), (.02, 3 * rate), (.02, 9 * rate), (.02, 27 * rate), (.01, 9 * rate)]
+    tried += [(.02, 81 * rate), (.02, 243 * rate)] * (title == "MIDUS base")
     variants |= {f"{title} {muon:g} {rest:.2g}": (dict(plain_model, optimizer="muon", schedule="wsd", muon_lr=muon, learning_rate=rest), None) for muon, rest in tried}
     if title in ("UltraMemV2", "HierMem"):                      # whose tables learn at the second rate
         variants |= {f"{title} memory 0.02 {rest:.2g}": (dict(model=plain[title], optimizer="muon", schedule="wsd", muon_lr=.02, learning_rate=rest), None)
