@@ -30,7 +30,7 @@ gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=400, samp
 half = {"cpu": dict(max_iters=496), "gpu": dict(max_iters=400)}
 tuned = {                                                       # the best of which_rates.py at this size
     "LIMe": dict(muon_lr=0.02, learning_rate=27e-3, router_lr=1e-2 / 27e-3), "UltraMemV2": dict(muon_lr=0.02, learning_rate=36e-4),
-    "HierMem": dict(muon_lr=0.02, learning_rate=15e-3), "MIDUS base": dict(muon_lr=0.02, learning_rate=18e-3),
+    "HierMem": dict(muon_lr=0.02, learning_rate=45e-3, memory_lr=1 / 9), "MIDUS base": dict(muon_lr=0.02, learning_rate=0.16),
 }
 untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's rate: your own model, and MIDUS's second phase
 muon = {"MoVE": {}} | {title: dict(untuned, cpu=keys) for title, keys in tuned.items()}
@@ -46,8 +46,8 @@ variants |= {
     "MIDUS base": (dict(model="midus", dense=True, **muon["MIDUS base"]), None),
     "MIDUS base continued": (dict(midus, upscale="base"), None),                         # both at the recipe's rate
     "MIDUS": (dict(midus, upscale="midus"), None),
-    "HierMem dense continued": (dict(hiermem, dense=True, init_from="@HierMem dense"), None, 1),
-    "HierMem post-hoc": (dict(hiermem, memory="ffn", frozen=True, init_from="@HierMem dense"), None, 1),
+    "HierMem dense continued": (dict(hiermem, dense=True, init_from="@HierMem dense"), None),
+    "HierMem post-hoc": (dict(hiermem, memory="ffn", frozen=True, init_from="@HierMem dense"), None),
 }
 baseline = {title: f"{title} dense" for title in plain} | {f"{title} dense x0.5": f"{title} dense" for title in plain}
 baseline |= {"MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base", "HierMem post-hoc": "HierMem dense continued",
