@@ -28,10 +28,11 @@ prepare = dict(cpu="experiments/tasks.py facts --clusters=8,8 --text_chars=32000
 cpu = dict(depth=4, n_embd=128, batch_size=4, batch_tokens=1024, max_iters=992, eval_interval=248, eval_tokens=109568, sample_tokens=0)   # one epoch
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=400, sample_tokens=0)           # batches of 131k tokens: about one epoch
 half = {"cpu": dict(max_iters=496), "gpu": dict(max_iters=400)}
-tuned = {                                                       # the best of which_rates.py at this size
+tuned = {                                                       # close to the best of which_rates.py, or less where a whole run asks for less
     "LIMe": dict(muon_lr=0.02, learning_rate=27e-3, router_lr=1e-2 / 27e-3), "UltraMemV2": dict(muon_lr=0.02, learning_rate=36e-4),
-    "HierMem": dict(muon_lr=0.02, learning_rate=45e-3, memory_lr=1 / 9), "MIDUS base": dict(muon_lr=0.02, learning_rate=0.16),
+    "HierMem": dict(muon_lr=0.02, learning_rate=15e-3), "MIDUS base": dict(muon_lr=0.02, learning_rate=18e-3),
 }
+bank = dict(memory_lr=1 / 3)                                    # HierMem's memories: 5e-3, the recipe's rate
 untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's rate: your own model, and MIDUS's second phase
 muon = {"MoVE": {}} | {title: dict(untuned, cpu=keys) for title, keys in tuned.items()}
 plain = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
@@ -39,7 +40,7 @@ plain |= {path.stem[6:]: path.stem[6:] for path in sorted(run.ROOT.glob("model_*
 variants = {}
 for title, file in plain.items():
     keys = dict(model=file, **muon.get(title, untuned))
-    variants |= {f"{title} dense": (dict(keys, dense=True), None), title: (keys, None)}
+    variants |= {f"{title} dense": (dict(keys, dense=True), None), title: (keys | (bank if title == "HierMem" else {}), None)}
     variants[f"{title} dense x0.5"] = dict(keys, dense=True, **{scale: half[scale] | keys.get(scale, {}) for scale in half}), None, 1
 midus, hiermem = dict(model="midus", init_from="@MIDUS base", phase="cpt", **untuned), dict(model="hiermem", **muon["HierMem"])
 variants |= {
@@ -47,7 +48,7 @@ variants |= {
     "MIDUS base continued": (dict(midus, upscale="base"), None),                         # both at the recipe's rate
     "MIDUS": (dict(midus, upscale="midus"), None),
     "HierMem dense continued": (dict(hiermem, dense=True, init_from="@HierMem dense"), None),
-    "HierMem post-hoc": (dict(hiermem, memory="ffn", frozen=True, init_from="@HierMem dense"), None),
+    "HierMem post-hoc": (dict(hiermem, **bank, memory="ffn", frozen=True, init_from="@HierMem dense"), None),
 }
 baseline = {title: f"{title} dense" for title in plain} | {f"{title} dense x0.5": f"{title} dense" for title in plain}
 baseline |= {"MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base", "HierMem post-hoc": "HierMem dense continued",
