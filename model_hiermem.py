@@ -926,7 +926,7 @@ def start(path, ckpt, fields):
     if ckpt is None:
         model = from_pretrained(path)
         ckpt = {"model_config": dict(vars(model.config)), "model": model.state_dict()}
-    have, free = ckpt["model_config"], {"frozen", "subtree", "generic", "block_size", "sparse_memory"}
+    have, free = ckpt["model_config"], {"frozen", "subtree", "generic", "memory_lr", "block_size", "sparse_memory"}
     if unknown := have.keys() - Config.__dataclass_fields__.keys():
         raise ValueError(f"{path} is a checkpoint of another model: it has {', '.join(sorted(unknown))}")
     free |= {"memory", "clusters", "ranks", "layers", "placement", "retriever"} if have["memory"] == "none" else set()

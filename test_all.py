@@ -2742,6 +2742,17 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path, capsys):
     train(*flags, f"--init_from={tmp_path}", f"--out_dir={tmp_path / 'x'}", expect="no readable config.json")
 
 
+def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path):
+    """A process starts with a random seed of torch's own; --seed must be set before the new blocks are drawn."""
+    new = []
+    for own, seed in ((1, 5), (2, 5), (3, 6)):
+        torch.manual_seed(own)
+        run = train("--model=midus", *TINY, f"--dataset={text_folder}", f"--init_from={midus_run}", "--upscale=midus", "--n=8", f"--seed={seed}", "--max_iters=1",
+                    f"--out_dir={tmp_path}")
+        new.append(torch.cat([p.detach().flatten() for p in run["raw"].inserted.parameters()]))
+    assert torch.equal(new[0], new[1]) and not torch.equal(new[0], new[2])
+
+
 @pytest.mark.parametrize("phase", ["cpt", "sft"])
 def test_midus_resume_is_exact_in_each_phase(phase, midus_run, text_folder, tmp_path):
     flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--eval_interval=3", "--max_iters=6"]
@@ -3387,7 +3398,7 @@ def test_hiermem_hugging_face_anchors(kind, tmp_path):
     theirs.save_pretrained(tmp_path)
     ours, idx = model_hiermem.Model.from_pretrained(tmp_path), some_tokens(2, 20)
     torch.testing.assert_close(ours(idx)[0], theirs.eval()(idx).logits, atol=1e-4, rtol=1e-4)
-    begun = model_hiermem.start(tmp_path, None, dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5))
+    begun = model_hiermem.start(tmp_path, None, dict(memory="ffn", frozen=True, memory_lr=0.5, clusters="3,2", ranks="4,2", retriever="x", eot=5))
     grown = model_hiermem.Model(model_hiermem.Config(**begun["model_config"]))
     grown.init_weights()
     grown.load_state_dict(grown.state_dict() | begun["model"])

@@ -139,6 +139,7 @@ def resolve(c, meta):
 try:
     config, given, module, overrides = read_config(sys.argv[1:])
     locate(config)
+    torch.manual_seed(config["seed"])                          # of what load_start() makes new, blocks of a model that grows; again below, for the rest
     ckpt, resume = load_start(config, given, overrides, module), config["init_from"] == "resume"
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if config["device"].startswith("cuda") else "gloo")
