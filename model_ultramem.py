@@ -13,7 +13,7 @@ activation: choosing is the nonlinearity. The output starts with the FFN's varia
     s, i    = Top-m of S_row^T C S_col there, by sum_H     (P, k, H), (P, k)   stage 2, eqs. 7, 11; k = R m
     i       = Shuffle(i)                                   eq. 8, a fixed permutation: the values do not see the grid
     p       = P_i (x W_pre)                                (P, k)          eq. 15, the hidden units
-    y       = sum_k (p s)_k V_i                            (P, D_v)        slice c of H weighted by core c's score (IVE, 3.3)
+    y       = sum_k (p s)_k V_i                            (P, D_v)        slice c of H weighted by core c's score
     x       = x + FFN(x) + y W_out                         eq. 12
 
               x --------------+---------------+-------------+
@@ -63,6 +63,7 @@ class Config:
     core_heads: int = 2           # H, Tucker cores; each weighs a slice of the value
     rank_queries: int = -1        # 1: a query per Tucker rank, 0: one for all ranks; -1: 1 (UltraMem 0)
     virtual: int = -1             # E, blocks of virtual slots over the same values (IVE), a square; -1: 1 (UltraMem 4)
+    projectors: int = -1          # 1, or E: a W_out for each block of virtual slots (eq. 9); -1: 1 (UltraMem E)
     share: str = ""               # ring:g | noring:g | block:g: a layer picks from g layers' tables (4.2.8); one: all have one table (Memory+)
     init_match: str = "paper"     # paper: the variance of eq. 25; silu: that of the SwiGLU FFN as it is, 1.8 times less std
     value_lr: float = 1.0         # values' and pre-values' learning rate in units of the others' at the start (section 4.2.9: 4) ...
@@ -255,7 +256,6 @@ class Tables(nn.Module):                                       # the experts
 
 class UltraMemV2(nn.Module):
     """k experts with one hidden unit each, weighted by their retrieval scores (eq. 15)."""
-    separate = False                                           # UltraMem: a projector for each block of virtual slots
 
     def __init__(self, config, layer):
         super().__init__()
@@ -265,7 +265,7 @@ class UltraMemV2(nn.Module):
         self.offset, self.table = first * config.n_keys ** 2, 0 if kind else i
         self.retrieve = Retrieval(config)
         self.W_pre = nn.Linear(config.n_embd, config.pre_value_dim, bias=False) if config.pre_value_dim else None
-        self.W_out = nn.Linear((config.virtual if self.separate else 1) * config.value_dim, config.n_embd, bias=False)
+        self.W_out = nn.Linear(config.projectors * config.value_dim, config.n_embd, bias=False)
 
     def forward(self, x, tables):
         """x (B, T, d) the normed FFN input -> (B, T, d), auxiliary loss."""
@@ -276,7 +276,7 @@ class UltraMemV2(nn.Module):
         if self.W_pre is not None:
             p = gather_dot(tables.pre_table, rows, self.W_pre(tokens), c.sparse_memory, order)     # (P, k) hidden units
             scores = scores * (F.gelu(p) if c.pre_activation else p)[..., None]                    # eq. 13, eq. 15
-        blocks, E = (slots // self.reach, c.virtual) if self.separate else (None, 1)
+        blocks, E = slots // self.reach if c.projectors > 1 else None, c.projectors
         y = gather_sum(tables.value_table, rows, scores, blocks, E, c.sparse_memory, order)        # (P, D_v), or (P, E, D_v)
         return self.W_out(y.flatten(1)).view(x.shape), aux                                         # eq. 12, or eq. 9
 
@@ -296,15 +296,15 @@ class UltraMemV2(nn.Module):
 
     @staticmethod
     def automatic(c):                                          # what -1 and "" stand for
-        key_dim = c.n_embd // 4 if c.rank_queries else c.n_embd // 2
-        return dict(mem_layers="all", heads=1, key_dim=key_dim, value_dim=3 * c.n_embd // 16, pre_value_dim=c.n_embd // 16, rank_queries=1, virtual=1)
+        return dict(mem_layers="all", heads=1, key_dim=c.n_embd // (4 if c.rank_queries else 2), value_dim=3 * c.n_embd // 16,
+                    pre_value_dim=c.n_embd // 16, rank_queries=1, virtual=1, projectors=1)
 
     @staticmethod
     def check(c):
         (kind, g, _, n), L = c.grid, len(c.placement)
         c.check(kind in ("", "ring", "noring", "block") and 1 <= g <= L and (kind != "block" or L % g == 0), "share",
                 f"give ring:g, noring:g or block:g for g of the {L} memory layers (block: g a divisor)")
-        c.check(math.isqrt(c.virtual) ** 2 == c.virtual, "virtual", "must be a square, since each side's keys grow by its root")
+        c.check(math.isqrt(c.virtual) ** 2 == c.virtual and c.projectors in (1, c.virtual), "virtual projectors", "a square, and 1 or as many")
         c.check(c.top_m <= min(c.top_m, 128, n) ** 2, "top_m n_keys", "at most min(128, n_keys)^2 slots can be picked")
         c.check(c.init_match in ("paper", "silu") and c.value_lr_until > 0, "init_match value_lr_until", "choose paper or silu, and more than 0")
         c.check(c.value_dim % c.core_heads == 0, "value_dim core_heads", "each core weighs a slice: core_heads must divide value_dim")
@@ -423,7 +423,6 @@ class Model(nn.Module):
 class UltraMem(UltraMemV2):
     """UltraMem (Huang et al. 2024), V1: a few layers, one query for all ranks, plain values, a projector for each of E blocks of virtual
     slots (IVE, eqs. 8, 9); what is read before one FFN is added some blocks later. With mem_layers=all: the baseline of Figure 3."""
-    separate = True
 
     @torch.no_grad()
     def init_weights(self, name):                              # the published constants
@@ -431,7 +430,7 @@ class UltraMem(UltraMemV2):
         super().init_weights(name)                             # for the permutation
         for norm in (r.q_norm, r.k_norm):
             norm.weight.fill_(c.key_dim ** -0.33)
-        self.W_out.weight.normal_(0, (c.virtual * c.value_dim) ** -0.5, generator=own_generator(name + ".W_out", self.W_out.weight))
+        self.W_out.weight.normal_(0, (c.projectors * c.value_dim) ** -0.5, generator=own_generator(name + ".W_out", self.W_out.weight))
         return 0.02
 
     @staticmethod
@@ -439,7 +438,8 @@ class UltraMem(UltraMemV2):
         d, L = c.n_embd, c.n_layer
         skips = {L * (2 * i + 1) // 10: L * (2 * i + 1) // 10 + max(1, 3 * L // 20) for i in range(4)}       # 20 layers: 2:5/6:9/10:13/14:17
         layers = "/".join(f"{a}:{b}" for a, b in skips.items() if b < L)
-        return dict(mem_layers=layers or "0", heads=2, key_dim=d // 4, value_dim=d // 2, pre_value_dim=0, rank_queries=0, virtual=4)
+        return dict(mem_layers=layers or "0", heads=2, key_dim=d // 4, value_dim=d // 2, pre_value_dim=0, rank_queries=0,
+                    virtual=4, projectors=4 if c.virtual == -1 else c.virtual)
 
 
 class ProductKeys(nn.Module):
@@ -487,13 +487,13 @@ class PKM(nn.Module):
     def automatic(c):
         d, L = c.n_embd, c.n_layer
         layers = ",".join(map(str, sorted({L * i // 5 for i in range(1, 5)})))                     # 20 layers: 4,8,12,16
-        return dict(mem_layers=layers, heads=2, key_dim=d // 2, value_dim=d, pre_value_dim=0, rank_queries=1, virtual=1)
+        return dict(mem_layers=layers, heads=2, key_dim=d // 2, value_dim=d, pre_value_dim=0, rank_queries=1, virtual=1, projectors=1)
 
     @staticmethod
     def check(c):
         c.check(c.share in ("", "one"), "memory share", "share=ring:g, noring:g and block:g are for ultramem and ultramemv2")
-        c.check(c.virtual == c.rank_queries == 1 and not c.tucker_penalty and not c.balance_loss,
-                "memory virtual rank_queries tucker_penalty balance_loss", "these fields are for ultramem and ultramemv2")
+        c.check(c.virtual == c.rank_queries == c.projectors == 1 and not c.tucker_penalty and not c.balance_loss,
+                "memory virtual rank_queries projectors tucker_penalty balance_loss", "these fields are for ultramem and ultramemv2")
         c.check(c.top_m <= c.n_keys ** 2, "top_m n_keys", "at most n_keys^2 slots can be picked")
         pre = c.n_embd if c.memory == "peer" else 0
         c.check((c.value_dim, c.pre_value_dim) == (c.n_embd, pre), "memory value_dim pre_value_dim", f"must be {c.n_embd} and {pre} at this width")
@@ -535,7 +535,7 @@ class PEER(PKM):
 
 
 class Router(nn.Module):
-    """A token's top_m of n_keys experts by softmax, not renormalised (eq. 1), with OLMoE's load balance and router z losses."""
+    """A token's top_m of n_keys experts by softmax, not renormalised (eq. 1), with OLMoE's z loss and its load balance, a mean over layers."""
 
     def __init__(self, config):
         super().__init__()
@@ -547,7 +547,7 @@ class Router(nn.Module):
         probability = logits.softmax(-1)                       # (P, n)
         weights, experts = probability.topk(self.config.top_m)
         share = torch.bincount(experts.flatten(), minlength=n) / experts.numel()
-        aux = 0.01 * n * (share * probability.mean(0)).sum() + 0.001 * logits.logsumexp(-1).square().mean()
+        aux = 0.01 / self.config.n_layer * n * (share * probability.mean(0)).sum() + 0.001 * logits.logsumexp(-1).square().mean()
         return weights[..., None], experts, aux
 
 
@@ -581,7 +581,7 @@ class MoE(nn.Module):
     def automatic(c):                                          # value_dim: the numbers in an expert
         n_inner, top_m = 4 * c.n_embd if c.n_inner == -1 else c.n_inner, 8 if c.top_m == -1 else c.top_m
         return dict(mem_layers="all", n_inner=n_inner, n_keys=64, heads=1, top_m=top_m, key_dim=c.n_embd, value_dim=3 * c.n_embd * (n_inner // top_m),
-                    pre_value_dim=0, rank_queries=1, virtual=1)
+                    pre_value_dim=0, rank_queries=1, virtual=1, projectors=1)
 
     @staticmethod
     def check(c):

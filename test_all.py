@@ -1968,13 +1968,13 @@ def slow_ultramem(memory, x, tables, which):
                     s = s * (F.gelu(p) if c.pre_activation else p)                                                  # eqs. 13, 15
                 y[block] = y[block] + s.repeat_interleave(c.value_dim // len(s)) * tables.value_table[row]
         y = [t if torch.is_tensor(t) else torch.zeros(c.value_dim, dtype=x.dtype) for t in y]
-        out.append(memory.W_out.weight @ (torch.cat(y) if memory.separate else sum(y)))                             # eq. 9, eq. 12
+        out.append(memory.W_out.weight @ (torch.cat(y) if memory.config.projectors > 1 else sum(y)))                  # eq. 9, eq. 12
     return torch.stack(out)
 
 
 @pytest.mark.parametrize("layer, which, switches", [
     (1, [0], dict()), (1, [0], dict(heads=2, rank_queries=0, pre_value_dim=0)), (1, [0], dict(virtual=4, pre_activation=True, core_heads=3)),
-    (2, [2, 0], dict(share="ring:2")), (2, [1, 2], dict(share="noring:2", n_keys=4)), (1, [0, 1, 2], dict(share="block:3")),
+    (1, [0], dict(virtual=4, projectors=4, rank_queries=0)), (2, [2, 0], dict(share="ring:2")), (2, [1, 2], dict(share="noring:2", n_keys=4)), (1, [0, 1, 2], dict(share="block:3")),
     (1, [0], dict(memory="ultramem", mem_layers="all")), (0, [0], dict(memory="ultramem", mem_layers="all", pre_value_dim=4, heads=1)),
 ], ids=str)
 def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(layer, which, switches):
@@ -2268,7 +2268,7 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory):
     (dict(memory="mem"), "memory='mem': choose one of none, ultramemv2, ultramem"), (dict(n_head=5), "n_embd=64, n_head=5"),
     (dict(mem_layers="0,4"), "mem_layers='0,4': give different blocks from 0 to 3"), (dict(mem_layers="1,1"), "mem_layers"), (dict(mem_layers="2:1"), "mem_layers"),
     (dict(mem_layers="x"), "mem_layers='x'"), (dict(mem_layers="0:2/1:2"), "mem_layers"), (dict(share="ring"), "share='ring'"), (dict(share="ring:5"), "share"),
-    (dict(share="block:3"), "a divisor"), (dict(virtual=3), "virtual=3: must be a square"), (dict(value_dim=9), "value_dim=9, core_heads=2"),
+    (dict(share="block:3"), "a divisor"), (dict(virtual=3), "virtual=3, projectors=1: a square, and 1 or as many"), (dict(virtual=4, projectors=2), "1 or as many"), (dict(value_dim=9), "value_dim=9, core_heads=2"),
     (dict(n_keys=3, top_m=10), "top_m=10, n_keys=3"), (dict(init_match="x"), "init_match='x'"), (dict(heads=0), "heads=0: must be at least 1"),
     (dict(memory="pkm", share="ring:2"), "memory='pkm', share='ring:2'"), (dict(memory="pkm", virtual=4), "virtual=4"), (dict(memory="pkm", value_dim=8), "value_dim=8"),
     (dict(memory="moe", sparse_memory=True), "sparse_memory=True"), (dict(memory="moe", top_m=65), "top_m=65"), (dict(memory="moe", mem_layers="0:1"), "mem_layers='0:1'"),

@@ -11,10 +11,10 @@ layers = {1: dict(cpu=dict(mem_layers="2", top_m=128), gpu=dict(mem_layers="6", 
           2: dict(cpu=dict(mem_layers="1,3", top_m=64), gpu=dict(mem_layers="5,11", top_m=192))}                      # a token's m over all layers stays
 variants = {
     "V2": (dict(), None),
-    # Figure 2: PEER's pre-values against plain value embeddings of equal tables (n) and reads (m)
-    "plain values": (dict(pre_value_dim=0, cpu=dict(value_dim=64), gpu=dict(value_dim=192)), None),
+    # Figure 2: PEER's pre-values against plain values of the same width, that is with more slots (n, automatic) and more reads (m)
+    "plain values": (dict(pre_value_dim=0, top_m=43), None),
     # Figure 3: UltraMem's virtual blocks with a projector each and one query for all ranks, against one projector and a query per rank (-0.0026)
-    "four projectors and one query": (dict(virtual=4, rank_queries=0), None),
+    "four projectors and one query": (dict(virtual=4, projectors=4, rank_queries=0, cpu=dict(key_dim=64), gpu=dict(key_dim=192)), None),
     # Figure 4: two heads of half D_k and half m (one head: -0.0008)
     "two heads": (dict(heads=2, cpu=dict(key_dim=32, top_m=16), gpu=dict(key_dim=96, top_m=16)), None),
     # Figure 7: fewer memory layers with as many reads a token in all
@@ -29,5 +29,6 @@ variants = {
     # Figures 10 to 12: tables that neighbouring layers share
     "ring 2": (dict(share="ring:2"), None), "no-ring 2": (dict(share="noring:2"), None), "block 2": (dict(share="block:2"), None),
 }
-claims = ["plain values > V2", "four projectors and one query > V2", "two heads > V2", "1 memory layer > 2 memory layers > V2", "half the slots > half the slots with 2m",
-          "half the slots > V2", "V2 > value lr 4x", "m 16 > m 16 balanced", "balanced > V2", "V2 > ring 2", "ring 2 > no-ring 2", "V2 > block 2"]
+claims = ["plain values > V2", "four projectors and one query > V2", "two heads > V2", "1 memory layer > 2 memory layers > V2",
+          "half the slots > half the slots with 2m", "half the slots > V2", "V2 > half the slots with 2m", "V2 > value lr 4x", "m 16 > m 16 balanced",
+          "balanced > V2", "V2 > ring 2", "ring 2 > no-ring 2", "V2 > block 2"]

@@ -2,7 +2,8 @@
 
 The sizes of every memory follow from the shape (Config's automatic values): a token's work is that of the dense model's FFN of 4d, the total that of
 64 experts of which 8 are used. The dense model has the active parameters alone. PKM and PEER are not in the paper's table. The paper's numbers are
-evaluation losses at 227M active of 1.2B after 500B tokens; it says that UltraMemV2 starts slowly."""
+evaluation losses at 227M active of 1.2B after 500B tokens; it says that UltraMemV2 starts slowly. With 4 layers Memory+ and PKM have a memory in each,
+UltraMem in three: at this depth the few layers of the older memories are not few."""
 model, metric, baseline, seeds = "ultramem", "val_loss", "dense", 3
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
                gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
