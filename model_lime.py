@@ -86,7 +86,7 @@ PRESETS = {                       # with --dense=True or --baseline=...: the oth
     "deep128": dict(n_layer=128, n_embd=256, n_head=8, n_inner=896),   # section 5.6; widths that fit the memory of Table 12
 }
 DENSE = dict(router="none")
-RECIPE = {                        # Table 3; its warm-up of 200 of 20,000 steps is left to train.py, as a share of the run
+RECIPE = {                        # Table 3, but for its warm-up over 1% of the run: train.py's is 2%
     "adamw": dict(learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0, schedule="cosine", min_lr=1e-6),
 }
 
@@ -202,7 +202,8 @@ class Router(nn.Module):
         self.macs = 2 * config.head_dim * self.heads * self.heads * len(sources)         # multiplications a token, keys and values
 
     def init_weights(self, name):
-        """Own heads: the identity. The others: Kaiming uniform, so that the mixture has the variance of one more head (Appendix H)."""
+        """Own heads: the identity. The others: Kaiming uniform, so that the mixture has the variance of one more head (Appendix H, where
+        the parentheses of 3/((l+1)H) are missing)."""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         own = self.R.size(-1) // len(self.sources)             # columns of a source
@@ -324,7 +325,7 @@ class Model(nn.Module):
         """Routers learn ten times as fast as the rest and do not decay, but for router_lr and router_decay; nor do embedding, head and norms."""
         groups = {"router": ([], self.config.router_lr, self.config.router_decay), "plain": ([], 1.0, 0.0), "matrix": ([], 1.0, weight_decay)}
         for name, p in self.named_parameters():
-            plain = name.startswith(("embed", "head")) or "norm" in name or "static" in name
+            plain = name.startswith(("embed", "head")) or "norm" in name or "static" in name or ".router." in name
             groups["router" if name.endswith("router.R") else "plain" if plain else "matrix"][0].append(p)
         return [dict(params=params, kind="adamw", lr=ratio * learning_rate, weight_decay=decay, schedule=True)
                 for params, ratio, decay in groups.values() if params]
@@ -414,7 +415,8 @@ class PerDim(Router):
 
 
 class Dynamic(Router):
-    """R_t = R + W x_t: the router of the key's token t (Appendix E), so that routed keys can be cached. W starts at zero."""
+    """R_t = R + W x_t: the router of the key's token t (Appendix E), so that routed keys can be cached. The paper prints no formula:
+    the static R and the zero start of W are ours."""
 
     def __init__(self, config, sources):
         super().__init__(config, sources)

@@ -414,7 +414,8 @@ class LaVE(MoVE):
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention (section 4.4): keys and values are read from a narrow latent c = x W_DKV, and the memory is
-    mixed into that latent, chunk by chunk (eq. 7). The cache holds c_S alone: d_c = d/32 numbers a token and layer."""
+    mixed into that latent, chunk by chunk (eq. 7). The cache holds c_S alone, d_c = d/32 numbers a token and layer; that keys, too, are read from
+    c_S follows from that, the paper does not print it."""
 
     @staticmethod
     def value_width(config):

@@ -1,10 +1,11 @@
-"""MIDUS, Table 1 (Llama 3.2 1B, CPT): memory blocks learn a new domain better than duplicated blocks do, and than going on with the base.
+"""MIDUS, Table 1 (Llama 3.2 1B, CPT): the ways to make a model deeper, by what they learn of a new domain and what they keep of the old one.
 
 The base has learned the OpenStax part of educational prose; every method starts from it and goes on with another domain, the Standard Ebooks part
-(on more of the same text, whoever trains all parameters wins). retention_loss is that of the old domain's held-out text. The paper's numbers are the
-log of its WikiText perplexities, which after CPT on FineWeb-Edu measure transfer. "base untouched" takes no step; "base on old" is what as many tokens
-of the old domain would still have given the base: if more than 0.01, it was not trained to its end. data/edu is a folder of records {"text",
-"source"}. All methods run at the recipe's learning rate; midus_rates.py sweeps it for
+(on more of the same text, whoever trains all parameters wins). val_loss is that of the new domain, retention_loss that of the old domain's held-out
+text. The paper's numbers are the log of its WikiText perplexities after CPT on FineWeb-Edu: neither of the two, but what is carried over to a third
+text. The loss on the new domain rewards whoever trains most; a claim below is no more than the paper's order asked of that loss, so read both columns.
+"base untouched" takes no step; "base on old" is what as many tokens of the old domain would still have given the base: if more than 0.01, it was not
+trained to its end. data/edu is a folder of records {"text", "source"}. All methods run at the recipe's learning rate; midus_rates.py sweeps it for
 each of them, and its winners belong here before an order is believed."""
 from math import log
 
