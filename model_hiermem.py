@@ -90,8 +90,8 @@ class Config:
         self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head", "n_head must be a multiple of n_kv_head")
         self.check(-1 <= self.eot < self.vocab_size, "eot vocab_size", "eot must be a token of the vocabulary, or -1")
         numbers = all(re.fullmatch(r"\d+(,\d+)*", text) for text in (self.clusters, self.ranks))
-        self.check(numbers and min(self.factors) > 1 and len(self.factors) == len(self.level_ranks) and any(self.level_ranks), "clusters ranks",
-                   "needs a factor of 2 or more and a rank for each level (clusters=8,8 ranks=64,24), not all ranks 0 (memory=none is without)")
+        fit = numbers and min(self.factors) > 1 and (not self.kind or len(self.factors) == len(self.level_ranks) and any(self.level_ranks))
+        self.check(fit, "clusters ranks", "needs a factor of 2 or more and a rank for each level (8,8 and 64,24), not all ranks 0: that is memory=none")
         for rules in CHECKS:
             rules(self)
 
@@ -106,7 +106,7 @@ class Config:
     level_sizes = property(lambda self: tuple(len(self.memory_layers) * r * sum(width for width, _ in self.kind.parts(self).values())
                                               for r in self.level_ranks) if self.kind else (0,) * len(self.factors))
     memory_layers = property(lambda self: PLACES[self.layers](self.n_layer, round(2 * self.n_layer / 7) or 1))
-    places = property(lambda self: tuple(self.placement.split(",")) if self.placement else ("device",) * len(self.level_ranks))
+    places = property(lambda self: tuple(self.placement.split(",")) if self.placement else ("device",) * len(self.factors))
     root = property(lambda self: int(self.subtree.rpartition(":")[0] or 1))                  # level of the subtree's node
     make_norm = lambda self, width: NORMS[self.norm](width, self.norm_eps)
     kind = property(lambda self: MEMORIES.get(self.memory))    # None: no memory
@@ -908,6 +908,7 @@ def training_and_placement(self):                              # Config's rules 
     self.check(self.subtree in ("", "generic", *map(str, range(self.factors[0])), *inner), "subtree clusters",
                f"choose 0 to {self.factors[0] - 1}, or generic, or level:node")
     self.check(self.frozen or not self.subtree, "subtree frozen", "jobs that are to be merged share their anchor: add frozen=True")
+    self.check(self.sparse_memory or not self.subtree, "subtree sparse_memory", "a job leaves all other blocks as they are: sparse_memory=True does")
     self.check(self.retriever or not self.subtree, "subtree retriever", "the data has no tree: prepare it with --clusters=8,8")
     self.check(LEVELS.keys() >= {*self.places} and len(self.places) == len(self.factors), "placement clusters", "device, cpu or disk for each level")
     self.check(self.sparse_memory or {*self.places} == {"device"}, "placement sparse_memory", "off the device only fetched blocks can be updated")
@@ -1004,6 +1005,8 @@ def remove(folder, nodes):
     levels = {f"{l}:{node}": (l, node) for l, n in enumerate(config.nodes, 1) for node in range(n) if config.level_sizes[l - 1]}
     if unknown := [pair for pair in nodes.split(",") if pair not in levels]:
         raise ValueError(f"{folder} has no block {unknown[0]}: level:node, several by commas")
+    if not config.sparse_memory:
+        raise ValueError(f"{folder} was trained with sparse_memory=False: AdamW's moments would move what is removed when training goes on")
     with torch.device("meta"):
         bank = Model(config).bank
     for l, node in (levels[pair] for pair in nodes.split(",")):

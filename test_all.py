@@ -3290,6 +3290,17 @@ def test_hiermem_a_removed_node_adds_nothing_for_its_subtree_and_all_else_is_bit
         model_hiermem.remove(tmp_path / "run", "1:1,3:0")
 
 
+def test_hiermem_an_anchor_alone_takes_data_with_any_tree():
+    assert model_hiermem.Config(memory="none", clusters="4,4,4", head_dim=32).places == ("device",) * 3
+
+
+def test_hiermem_remove_wants_rows_that_stay(placed_runs, tmp_path):
+    ckpt = weights(placed_runs[0] / PLACED[0])
+    torch.save(ckpt | {"model_config": {**ckpt["model_config"], "sparse_memory": False}}, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match="moments would move what is removed"):
+        model_hiermem.remove(tmp_path, "1:0")
+
+
 @pytest.mark.parametrize("placement", ["cpu,cpu", "disk,cpu"])
 def test_hiermem_off_the_device_blocks_that_have_learned_are_read_anew(placement, tmp_path):
     model, idx, leaf = make("hiermem", randomize=False, placement=placement), some_tokens(), torch.tensor([3, 3])
@@ -3411,7 +3422,7 @@ def test_hiermem_hugging_face_anchors(kind, tmp_path):
     (dict(clusters="8,8", ranks="4"), "clusters='8,8', ranks='4': needs a factor"), (dict(clusters="a"), "clusters='a'"), (dict(ranks="0,0"), "not all ranks 0"),
     (dict(memory="moe"), "memory='moe': choose one of"), (dict(memory="none", frozen=True), "nothing else to train"), (dict(head_dim=7), "head_dim must be even"),
     (dict(subtree="9", frozen=True, retriever="x"), "choose 0 to 7, or generic"), (dict(subtree="1", retriever="x"), "add frozen=True"), (dict(eot=61), "eot must be"),
-    (dict(subtree="1", frozen=True), "the data has no tree"), (dict(layers="top"), "layers='top': choose one of all"), (dict(n_head=3, n_kv_head=2), "multiple of n_kv_head"),
+    (dict(subtree="1", frozen=True), "the data has no tree"), (dict(subtree="1", frozen=True, retriever="x", sparse_memory=False), "sparse_memory=True does"), (dict(layers="top"), "layers='top': choose one of all"), (dict(n_head=3, n_kv_head=2), "multiple of n_kv_head"),
     (dict(generic=2.0), "generic=2.0: must be"), (dict(memory_lr=0.0), "memory_lr=0.0: must be positive"), (dict(placement="cpu"), "placement='cpu', clusters='8,8': device, cpu or disk"), (dict(placement="cpu,gpu"), "device, cpu or disk"),
     (dict(placement="device,disk", sparse_memory=False), "placement='device,disk', sparse_memory=False"), (dict(subtree="2:64", frozen=True, retriever="x"), "or level:node")], ids=str)
 def test_hiermem_config_errors(fields, message):
@@ -3456,6 +3467,14 @@ def train(*flags, expect=""):
 
 def log_of(out, key="loss"):
     return {row["step"]: row[key] for row in map(json.loads, (Path(out) / "log.jsonl").read_text().splitlines()) if key in row}
+
+
+def test_train_skip_steps_goes_on_in_the_data(text_folder, tmp_path):
+    batches = []
+    for skip in (0, 2):
+        run = train(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--max_iters=1", "--sample_tokens=0", f"--skip_steps={skip}")
+        batches.append([run["fetch"](step)[0] for step in range(4)])
+    assert all(torch.equal(a, b) for a, b in zip(batches[0][2:], batches[1])) and not torch.equal(batches[0][0], batches[1][0])
 
 
 def test_train_end_to_end(text_folder, tmp_path, capsys):

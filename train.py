@@ -37,6 +37,7 @@ dataset = ""                    # folder, or a name under data/; fineweb_edu if 
 block_size = -1                 # the data folder's, where a document is a window; 256 | 1024: tokens of context
 batch_size = -1                 # 8 | 32: sequences in one forward (the micro-batch)
 batch_tokens = -1               # 1024 | 131072: tokens per optimizer step, all GPUs together; accumulation follows from it
+skip_steps = 0                  # batches to pass over first: those that an earlier phase on the same data has seen
 max_iters = -1                  # 128 | about 10 tokens per dense parameter, at most 4 epochs
 optimizer = ""                  # muon | adamw: the first of the model's RECIPE; muon works for every model, though most have no recipe for it:
 muon_lr = 0.02                  # then the Linear layers but the head go to Muon at this rate, and the rest is as in the recipe for adamw
@@ -122,7 +123,7 @@ def resolve(c, meta):
         if c[key] in (-1, ""):
             c[key] = cuda if gpu else cpu
     for key, low, high in (("block_size", 1, 1e9), ("batch_size", 1, 1e9), ("log_interval", 1, 1e9), ("eval_tokens", 1, 1e18), ("sample_tokens", 0, 1e9),
-                           ("eval_interval", -1, 1e9), ("warmup_iters", -1, 1e9), ("min_lr", 0, 1e9), ("max_iters", -1, 1e9),
+                           ("skip_steps", 0, 1e9), ("eval_interval", -1, 1e9), ("warmup_iters", -1, 1e9), ("min_lr", 0, 1e9), ("max_iters", -1, 1e9),
                            ("weight_decay", 0, 1e9), ("grad_clip", 0, 1e9), ("beta1", 0, 1), ("beta2", 0, 1), ("warmup", 0, 1), ("warmdown", 0, 1)):
         need(low <= c[key] <= high, f"{key}={c[key]}: must be " + (f"at least {low}" if high > 1 else "between 0 and 1"))
     for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
@@ -139,7 +140,7 @@ def resolve(c, meta):
 try:
     config, given, module, overrides = read_config(sys.argv[1:])
     locate(config)
-    torch.manual_seed(config["seed"])                          # of what load_start() makes new, blocks of a model that grows; again below, for the rest
+    torch.manual_seed(config["seed"])                          # for blocks that load_start() adds to a model; below for the rest
     ckpt, resume = load_start(config, given, overrides, module), config["init_from"] == "resume"
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if config["device"].startswith("cuda") else "gloo")
@@ -243,7 +244,8 @@ if world > 1:
 # ---------------------------------------------------------------- one step
 def fetch(step):
     """This process's part of the batch of update `step`: a pure function of (seed, global row), whatever the split. -> x, y, context"""
-    mine = range(step * rows + rank * rows // world, step * rows + (rank + 1) * rows // world)
+    first = (config["skip_steps"] + step) * rows
+    mine = range(first + rank * rows // world, first + (rank + 1) * rows // world)
     windows = train_data.shuffled(config["seed"], mine)
     context = raw.training_context(train_data.context(windows), config["seed"], mine) if wants_context else {}
     if hasattr(raw, "prefetch"):
@@ -366,7 +368,8 @@ def check_losses():
     for n, loss in recent:
         if not math.isfinite(loss):
             last = f"; {out}/ckpt.pt holds the last good state" if (out / "ckpt.pt").exists() else ""
-            sys.exit(f"train.py: the loss is {float(loss)} at step {n}, rows {n * rows - rows} to {n * rows - 1} of the data order; "
+            first = (config["skip_steps"] + n - 1) * rows
+            sys.exit(f"train.py: the loss is {float(loss)} at step {n}, rows {first} to {first + rows - 1} of the data order; "
                      f"try a learning_rate below {config['learning_rate']:g}, or grad_clip=1{last}")
     recent.clear()
 

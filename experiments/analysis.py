@@ -210,9 +210,9 @@ def retrieval(model, tok, folder, c, prefix=32):
     data, found = TokenShards(folder, "val", model.config.block_size), {}
     windows = range(min(data.n_windows, c.sequences * 4))
     x, y = data.batch(windows)
-    y[:, :prefix], whole = -1, data.context(windows)["leaf"]
+    y[:, :prefix], whole, n = -1, data.context(windows)["leaf"], model.config.nodes[-1]
     asked = Retriever.load(Path(folder, "retriever.npz")).path([tok.decode(row[1:prefix + 1].tolist()) for row in x])[:, -1]
-    modes = {"whole sequence": whole, "first 32 tokens": asked, "wrong": whole.roll(1), "generic": torch.full_like(whole, -1), "none": None}
+    modes = {"whole sequence": whole, "first 32 tokens": asked, "wrong": (whole + n // 2) % n, "generic": torch.full_like(whole, -1), "none": None}
     for mode, leaf in modes.items():
         sums = torch.zeros(2, dtype=torch.float64)
         for at in torch.arange(len(x)).split(16):

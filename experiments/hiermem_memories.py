@@ -1,6 +1,7 @@
-"""Hierarchical memories on a frozen anchor: what a block is (Figure 3's types, at equal size), which level it belongs to, in which layers it stands (Table 9).
+"""Hierarchical memories on a frozen anchor: what a block is (Figure 3's types, at equal size), its level, and in which layers it stands (Table 9).
 
-The paper's numbers are log perplexities of Wikipedia: Table 9's. It finds FFN memories best, deeper levels better, and memories in all layers best."""
+The paper's numbers are log perplexities of Wikipedia: Table 9's. It finds FFN memories best, deeper levels better (they had
+more tokens there, as many here), and memories in all layers best."""
 from math import log
 
 model, metric, baseline, seeds = "hiermem", "val_loss", "ffn", 1
@@ -9,8 +10,9 @@ prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max
 cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=512, eval_tokens=131072,
            sample_tokens=0)                                     # 1.05M tokens a phase
 gpu = dict(preset="openlm_160m", block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=250, clusters="16,16", ranks="0,80")
-post = dict(init_from="@anchor", frozen=True)
-ranks = lambda kind, cpu, gpu: dict(post, memory=kind, cpu=dict(ranks=cpu), gpu=dict(ranks=gpu))
+post = dict(init_from="@anchor", frozen=True, weight_decay=1e-3)                            # A.2; on a CPU at the anchor's rate
+ranks = lambda kind, cpu, gpu: dict(post, memory=kind, cpu=dict(ranks=cpu, skip_steps=1024),
+                                    gpu=dict(ranks=gpu, skip_steps=1000, learning_rate=1e-4, min_lr=1e-5))
 variants = {
     "anchor": (dict(dense=True), None),
     "ffn": (ranks("ffn", "0,80", "0,80"), log(16.0)),

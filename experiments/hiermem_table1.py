@@ -13,12 +13,14 @@ cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_size=4, batch_to
            sample_tokens=0)                                     # 1.05M tokens a phase; memories: the defaults, 64,24 over 8,8, a fetch of 10% of the anchor
 gpu = dict(preset="openlm_160m", clusters="16,16", ranks="256,64", block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=250)
 twice = dict(cpu=dict(max_iters=2048), gpu=dict(max_iters=2000))
+later = dict(init_from="@A1 anchor", cpu=dict(skip_steps=1024), gpu=dict(skip_steps=1000))        # a second phase goes on in the data
+memories = dict(later, weight_decay=1e-3, memory="ffn", gpu=dict(skip_steps=1000, learning_rate=1e-4, min_lr=1e-5))      # A.2; on a CPU at the anchor's rate
 variants = {
     "A1 anchor": (dict(dense=True), log(17.2)),
-    "A1 continued": (dict(dense=True, init_from="@A1 anchor"), None),
-    "A3 frozen": (dict(init_from="@A1 anchor", memory="ffn", frozen=True), log(15.2)),
-    "A2 co-trained": (dict(init_from="@A1 anchor", memory="ffn"), log(14.2)),
-    "A4 from scratch": (twice, log(15.6)),
-    "wider": (dict(dense=True, cpu=dict(n_inner=600, max_iters=2048), gpu=dict(n_inner=2384, max_iters=2000)), None),
+    "A1 continued": (dict(later, dense=True), None),
+    "A3 frozen": (dict(memories, frozen=True), log(15.2)),
+    "A2 co-trained": (memories, log(14.2)),
+    "A4 from scratch": (dict(weight_decay=0.1, cpu=twice["cpu"], gpu=dict(twice["gpu"], learning_rate=1e-3, min_lr=1e-5)), log(15.6)),
+    "wider": (dict(dense=True, cpu=dict(n_inner=600, max_iters=2048), gpu=dict(n_inner=2368, max_iters=2000)), None),
 }
 claims = ["A1 anchor > A4 from scratch > A3 frozen > A2 co-trained", "A1 continued > A3 frozen", "A1 continued > A2 co-trained", "wider > A2 co-trained"]
