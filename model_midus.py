@@ -338,7 +338,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, only=""):
-        """Values zero, sub-keys uniform within 1/sqrt(d_p), matrices N(0, 1/fan-in), W_h N(0, 1/r) too; only: of names that begin so."""
+        """Values zero, as in the paper; ours, for it has no others: sub-keys uniform within 1/sqrt(d_p), matrices N(0, 1/fan-in), W_h N(0, 1/r) too.
+        only: of names that begin so."""
         for name, p in ((name, p) for name, p in self.named_parameters() if name.startswith(only)):
             g = own_generator(name, p)
             if p.ndim == 1:
@@ -389,7 +390,8 @@ class Model(nn.Module):
         return Cache(max_len)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """The memories at the highest rate throughout and without decay, the rest on the schedule; nothing of what is frozen."""
+        """The memories at the highest rate throughout and without decay (section E.2 says so of keys and values; W_h and the other memories'
+        matrices go with them here), the rest on the schedule; nothing of what is frozen."""
         groups = {(0.0, False): [], (weight_decay, True): [], (0.0, True): []}
         for name, p in self.named_parameters():
             if p.requires_grad:
