@@ -40,17 +40,16 @@ def main(scale="cpu"):
     import sample
     from matplotlib.figure import Figure
     from experiments.tasks import recall
-    stem, found, exp = run.ROOT / "experiments" / "results" / f"hiermem_longtail-{scale}", {}, run.load_experiment(__file__, scale)
-    for row in map(json.loads, Path(f"{stem}.jsonl").read_text().splitlines()):
-        name, seed = row["variant"], row["seed"]
-        if row["overrides"] != run.settings(exp, scale, name):
-            continue
-        found.setdefault(name, {})[seed] = row
-        if not row["overrides"].get("dense"):
+    stem, found, folder = run.ROOT / "experiments" / "results" / f"hiermem_longtail-{scale}", {}, None
+    for name, rows in run.results_of(__file__, scale).items():
+        found |= {name: rows} if rows else {}
+        for seed in rows if "memory" in variants[name][0] else ():
             net, _, ckpt = sample.load_model(run.ROOT / f"out/hiermem_longtail-{scale}/{run.slug(name)}/s{seed}", "cpu")
             folder = run.ROOT / ckpt["config"]["dataset"]
             for blocks, leaf in (("generic", -1), ("none", None)):
                 found.setdefault(f"{name}, {blocks}", {})[seed] = recall(net, folder, leaf)
+    if not folder:
+        raise run.ConfigError("no model with a bank has run yet")
     asked = [json.loads(line) for line in (folder / "facts.jsonl").read_text().splitlines()]
     share = [mean(all(row["agrees"]) for row in asked if row["new"] == new) for new in (False, True)]
     lines = [f"| recall by mentions | {' | '.join(map(str, MENTIONS))} | all | seeds |", "| --- " * (len(MENTIONS) + 3) + "|"]
@@ -77,4 +76,7 @@ def main(scale="cpu"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:2])
+    except run.ConfigError as error:
+        sys.exit(f"error: {error}")

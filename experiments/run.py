@@ -249,6 +249,16 @@ def collect(exp, opt, runs, file, data_id=""):
             for name in exp["variants"]}
 
 
+def results_of(path, scale):
+    """{variant: {seed: row}} of what the experiment file `path` has run with its present settings. ConfigError if that is nothing."""
+    exp = load_experiment(path, scale)
+    file = ROOT / "experiments" / "results" / f"{exp['name']}-{scale}.jsonl"
+    rows = collect(exp, Options(scale=scale), [], file) if file.exists() else {}
+    if not any(rows.values()):
+        raise ConfigError(f"no results in {file.relative_to(ROOT)} yet: first python train.py experiments/{exp['name']}.py --scale={scale}")
+    return rows
+
+
 def differences(exp, rows, a, b):
     """A's metric minus B's, of the seeds that both have."""
     return [rows[a][seed][exp["metric"]] - rows[b][seed][exp["metric"]] for seed in rows[a] if seed in rows[b]]

@@ -138,14 +138,12 @@ def pictures(rows, measured, stem):
 
 
 def main(scale="cpu"):
-    stem = run.ROOT / "experiments" / "results" / f"which_memory-{scale}"
-    rows = {name: {} for name in variants}
-    for row in map(json.loads, Path(f"{stem}.jsonl").read_text().splitlines()):
-        rows[row["variant"]][row["seed"]] = row
-    file = Path(f"{stem}-cost.json")
+    stem, rows = run.ROOT / "experiments" / "results" / f"which_memory-{scale}", run.results_of(__file__, scale)
+    file, first = Path(f"{stem}-cost.json"), run.ROOT / f"out/which_memory-{scale}/move/s0/result.json"
     if not file.exists():
-        folder = json.loads((run.ROOT / f"out/which_memory-{scale}/move/s0/result.json").read_text())["config"]["dataset"]
-        file.write_text(json.dumps(costs(rows, scale, folder), indent=1))
+        if not first.exists():
+            raise run.ConfigError(f"the costs are measured where the runs were made: {first.relative_to(run.ROOT)} is not here")
+        file.write_text(json.dumps(costs(rows, scale, json.loads(first.read_text())["config"]["dataset"]), indent=1))
     measured = json.loads(file.read_text())
     Path(f"{stem}-summary.md").write_text(table(rows, measured))
     pictures(rows, measured, stem)
@@ -153,4 +151,7 @@ def main(scale="cpu"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:2])
+    except run.ConfigError as error:
+        sys.exit(f"error: {error}")
