@@ -53,17 +53,18 @@ def main(scale="cpu"):
     asked = [json.loads(line) for line in (folder / "facts.jsonl").read_text().splitlines()]
     share = [mean(all(row["agrees"]) for row in asked if row["new"] == new) for new in (False, True)]
     lines = [f"| recall by mentions | {' | '.join(map(str, MENTIONS))} | all | seeds |", "| --- " * (len(MENTIONS) + 3) + "|"]
-    figure = Figure(figsize=(10, 3.5), layout="constrained")
+    figure = Figure(figsize=(11, 3.5), layout="constrained")
     for axes, form, title in zip(figure.subplots(1, 2, sharey=True), ("recall", "new"), ("in a form of the text", "in a new form")):
-        for n, (name, rows) in enumerate(found.items()):
+        for name, rows in found.items():
+            base, _, blocks = name.partition(", ")
             values = [[row[f"{form}_{m}"] for row in rows.values()] for m in MENTIONS]
             lines.append(f"| {name}, {title} | " + " | ".join(map(run.text, [*values, list(map(mean, zip(*values)))])) + f" | {len(rows)} |")
-            axes.errorbar(MENTIONS, list(map(mean, values)), yerr=[stdev(v) if len(v) > 1 else 0 for v in values], fmt="o-", capsize=3,
-                          color=f"C{n}", label=name)
+            axes.errorbar(MENTIONS, list(map(mean, values)), yerr=[stdev(v) if len(v) > 1 else 0 for v in values], capsize=3, label=name,
+                          fmt={"generic": "s--", "none": "^:"}.get(blocks, "o-"), color=f"C{list(variants).index(base)}")
         axes.axhline(1 / 8, color="lightgrey", linewidth=1)
         axes.set(xscale="log", xticks=MENTIONS, xticklabels=MENTIONS, title=f"asked {title}", xlabel="mentions", ylabel="facts recalled")
         axes.minorticks_off()
-    axes.legend(fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(f"{stem}-recall.png", dpi=120)
     lines.append("")
     for name in [name for name in found if f"{name}, generic" in found]:
