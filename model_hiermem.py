@@ -118,7 +118,7 @@ PRESETS = {                       # Tables 4 to 6 with the memories of rows A2, 
     "openlm_1b": dict(n_layer=24, n_embd=2048, n_head=16, n_inner=5632, tied=False, clusters="16,16,16,16", ranks="768,256,16,0"),
 }
 PLACES, CHECKS = {"all": lambda L, n: range(L)}, []             # (L, n) -> the layers that have a memory; more rules for Config's fields
-DENSE = dict(memory="none")
+DENSE = dict(memory="none", frozen=False, subtree="")
 RECIPE = {                        # the paper's for an anchor; memories and co-training: 1e-4 -> 1e-5, wd 1e-3; all from scratch: 1e-3 -> 1e-5, wd 0.1
     "adamw": dict(learning_rate=5e-3, min_lr=5e-5, weight_decay=0.05, beta1=0.9, beta2=0.95, grad_clip=1.0, schedule="cosine"),
 }

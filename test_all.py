@@ -3290,7 +3290,9 @@ def test_hiermem_a_removed_node_adds_nothing_for_its_subtree_and_all_else_is_bit
         model_hiermem.remove(tmp_path / "run", "1:1,3:0")
 
 
-def test_hiermem_an_anchor_alone_takes_data_with_any_tree():
+def test_hiermem_an_anchor_alone_takes_data_with_any_tree_and_is_what_a_job_is_timed_against():
+    job = model_hiermem.Config(frozen=True, subtree="1", retriever="x")
+    assert not model_hiermem.Config(**{**vars(job), **model_hiermem.DENSE}).frozen, "train.py --bench"
     assert model_hiermem.Config(memory="none", clusters="4,4,4", head_dim=32).places == ("device",) * 3
 
 

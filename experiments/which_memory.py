@@ -67,10 +67,12 @@ def costs(rows, scale, folder):
         out = f"out/which_memory-{scale}"
         if "init_from" in keys:
             keys["init_from"] = f"{out}/{run.slug(keys['init_from'])}/s0/ckpt.pt"
-        shown = subprocess.run([sys.executable, "train.py", *(f"--{k}={v}" for k, v in keys.items())], cwd=run.ROOT, capture_output=True, text=True)
-        step = re.search(r"^model .* (\S+) of dense", shown.stdout, re.M)
-        if not step:
-            sys.exit(f"train.py --bench failed for {title}:\n{shown.stdout[-500:]}{shown.stderr[-1500:]}")
+        steps = []
+        for _ in range(5):                                     # medians of 12 steps each; a busy host moves one of them by a tenth
+            shown = subprocess.run([sys.executable, "train.py", *(f"--{k}={v}" for k, v in keys.items())], cwd=run.ROOT, capture_output=True, text=True)
+            if not (step := re.search(r"^model .* (\S+) of dense", shown.stdout, re.M)):
+                sys.exit(f"train.py --bench failed for {title}:\n{shown.stdout[-500:]}{shown.stderr[-1500:]}")
+            steps.append(float(step[1]))
         models = [sample.load_model(run.ROOT / out / run.slug(name) / "s0", device)[0] for name in (title, baseline[title])]
         times = [[], []]
         for turn in range(2 * 8):                              # the first of each is to warm up
@@ -79,7 +81,7 @@ def costs(rows, scale, folder):
                 int(token)                                     # waits for a GPU
             times[turn % 2].append(time.perf_counter() - start)
         memory = [a["peak_memory_mb"] / rows[baseline[title]][seed]["peak_memory_mb"] for seed, a in rows[title].items()]
-        found[title] = dict(step=float(step[1]), decode=median(times[1][1:]) / median(times[0][1:]), memory=mean(memory))
+        found[title] = dict(step=median(steps), steps=steps, decode=median(times[1][1:]) / median(times[0][1:]), memory=mean(memory))
         print(title, found[title], flush=True)
     return {"machine": f"{rows['MoVE'][0]['device']}, {torch.get_num_threads()} threads, torch {torch.__version__}", "ratios": found}
 
@@ -103,6 +105,8 @@ def table(rows, measured):
             verdict = "better; at equal time inside noise"
         elif verdict == "worth it" and in_time < 0:
             verdict = "better; not at equal time"
+        elif verdict == "worse" and in_time >= -run.noise(gain):
+            verdict = "worse; not at equal time"
         lines.append(f"| {title} | {added:+,} | {ratios['step']:.2f}x | {ratios['memory']:.2f}x | {ratios['decode']:.2f}x | "
                      f"{run.text([row[metric] for row in rows[base].values()])} | {run.text(gain, '+')} | {in_time:+.4f} | {verdict} | {len(gain)} |")
     lines += ["", "| recall by mentions | " + " | ".join(map(str, MENTIONS)) + " |", "| --- " * (len(MENTIONS) + 1) + "|"]
