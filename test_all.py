@@ -2016,6 +2016,17 @@ def test_ultramem_rivals_equal_their_equations_over_all_slots(memory):
     assert len(model.tables) == dict(moe=0).get(memory, 1 if memory == "memory+" else 2)
 
 
+def test_ultramem_moe_adds_olmoes_losses_the_balance_as_a_mean_over_layers():
+    model = make("ultramem", torch.float64, memory="moe", n_keys=5, top_m=2)
+    module, x, L = model.blocks[0].memory, torch.randn(1, 6, 32, dtype=torch.float64), model.config.n_layer
+    logits = x[0] @ module.retrieve.W_r.weight.T
+    p = logits.softmax(-1)
+    chosen = F.one_hot(p.topk(2).indices, 5).sum((0, 1)) / 12  # each expert's share of the choices
+    want = 0.01 / L * 5 * (chosen * p.mean(0)).sum() + 0.001 * logits.exp().sum(-1).log().square().mean()
+    torch.testing.assert_close(module(x, model.tables)[1].double(), want, atol=1e-6, rtol=1e-5)
+    assert L > 1 and (chosen > 0).sum() > 1
+
+
 def test_ultramem_search_is_exact_for_rank_one_cores_and_not_otherwise():
     """Where the core has rank 1, S_grid = lambda a b^T. a, b >= 0: the prefilter loses nothing, m_key = m. Mixed signs: it finds the best of
     the cells with a > 0 and b > 0, never a cell where both are negative. At init cores are not rank 1: recall against the whole grid."""
