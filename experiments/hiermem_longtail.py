@@ -1,9 +1,9 @@
 """Hierarchical memories, Figure 1: what is rarely said is remembered in blocks that only its own topic trains.
 
-Invented facts, 208 for each number of mentions (experiments/tasks.py facts; the answer is one of 8), in text that a run sees once. The plain anchor;
-a plain model as large as anchor and fetched memories are at run time (a wider FFN); both with a bank from scratch, with Muon as in which_memory.py; and
-as in the paper, whose figure shows rows A2, B2 and C2, a trained anchor that goes on with a bank, beside one that goes on without: these two have seen
-every mention twice. Generic blocks take 1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be 1 of 3. Topics are
+Invented facts, 208 for each number of mentions (experiments/tasks.py facts; the answer is one of 8), in text that a run sees once. Three from scratch,
+with Muon as in which_memory.py: the plain anchor, a plain model as large as anchor and fetched memories are at run time (a wider FFN), the anchor with
+a bank. And as in the paper, whose figure shows rows A2, B2 and C2, a trained anchor that goes on with a bank, beside one that goes on without: these two
+have seen every mention twice. Generic blocks take 1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be 1 of 3. Topics are
 not rare here, a third of the text is facts: mentions are. At scale cpu the first level of the tree parts the facts from the prose, and the second has a
 leaf for each of their 16 domains. `python experiments/hiermem_longtail.py` then asks the models with a bank again, with the generic blocks
 and with none, which they were never trained for, reports how many prompts take their domain's path, and draws the picture."""
