@@ -436,7 +436,7 @@ def read_documents(c):
             yield split, prompt[0] if prompt else None, text, str(row.get(c.topic_field, ""))
 
 
-def _check_source(name):
+def check_source(name):
     """Before anything is written; and with no network, at once instead of after the many retries of the hub's client."""
     if name not in ("fineweb_edu", "pydocs") and not Path(name).exists():
         raise ConfigError(f"there is no source {name}: fineweb_edu, pydocs, or an existing file or folder")
@@ -786,7 +786,7 @@ def _build(c, folder, asked):
     fractions = [c.val_fraction]
     if c.val_fraction == -1:                                          # of few documents, none may be held out: take more
         fractions = [{"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01), 0.1, 0.3, 0.5]
-    _check_source(c.source)
+    check_source(c.source)
     print(f"preparing {folder} from {c.source}, tokenizer {c.tokenizer} ...", flush=True)
     try:
         for c.val_fraction in fractions:

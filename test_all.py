@@ -4246,7 +4246,7 @@ def test_an_experiment_prepares_its_data_once(lab):
     (lab / "experiments/make.py").write_text((lab / "prepare_fineweb.py").read_text().replace("small", "task"))
     assert runner.prepared_data(dict(prepare="experiments/make.py toy --out=data/task"), runner.Options()) == "data/task"        # a command
     (lab / "prepare_fineweb.py").write_text("import sys; sys.exit(1)")
-    with pytest.raises(ConfigError, match="the data could not be prepared.*--dataset=FOLDER"):
+    with pytest.raises(ConfigError, match="the data could not be prepared.*--source=PATH.*--dataset=FOLDER"):
         runner.main(experiment(lab, TOYS, prepare="--source=x --out=data/other"), [])
 
 
@@ -4654,10 +4654,12 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
 
 @pytest.mark.parametrize("flags, message", [
     (["--per_bucket=20"], "per_bucket=20: must be a multiple of 16"), (["--tokenizer=bytes"], "begins two of"),
-    (["--source=LICENSE"], "LICENSE is not a .txt"), (["--source=one.txt"], "has too few texts: 1 to train on, 0 held out|0 to train on, 1 held out"),
+    (["--source=LICENSE"], "LICENSE is not a .txt"), (["--source=nowhere"], "there is no source nowhere"),
+    (["--source=fineweb_edu"], "cannot be streamed.*no network here.*Without a network: --source=FILE_OR_FOLDER"), (["--source=one.txt"], "has too few texts: 1 to train on, 0 held out|0 to train on, 1 held out"),
 ])
 def test_facts_errors(flags, message, tmp_path, facts_folder, monkeypatch):
     source = facts_folder[0].parent / "source"
+    monkeypatch.setattr(pf, "_unreachable", lambda url: "no network here")
     monkeypatch.chdir(tmp_path)
     Path("one.txt").write_text("one text")
     Path("LICENSE").write_text("")

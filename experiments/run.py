@@ -135,7 +135,8 @@ def prepared_data(exp, opt):
         command = [*["prepare_fineweb.py"] * prepare.startswith("--"), *prepare.split()]
         print("$ python", *command, flush=True)
         if subprocess.run([sys.executable, *command], cwd=ROOT).returncode:
-            raise ConfigError("the data could not be prepared (see above); --dataset=FOLDER runs the experiment on data that you have")
+            raise ConfigError("the data could not be prepared (see above). Give the command after the $ a --source=PATH of texts that you have, then run "
+                              "this one again; or --dataset=FOLDER takes a data folder that is ready")
     return folder[1]
 
 

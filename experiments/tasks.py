@@ -304,6 +304,7 @@ def facts(c, folder):
     """Records into folder -> settings for prepare()"""
     if c.per_bucket < 16 or c.per_bucket % 16:
         raise ConfigError(f"per_bucket={c.per_bucket}: must be a multiple of 16, the number of domains")
+    prepare_fineweb.check_source(c.source)
     rng, splits = random.Random(c.seed), {"train": [], "val": []}
     chars = {"train": c.text_chars, "val": max(200_000, c.text_chars // 10)}
     for split, prompt, text, topic in prepare_fineweb.read_documents(SimpleNamespace(**prepare_fineweb._defaults | {"source": c.source})):
