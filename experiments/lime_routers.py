@@ -2,14 +2,15 @@
 
 The paper's numbers are the log of its perplexities at 150M parameters, from two tables whose LLaMAs differ by 0.0006. Its first-j there also reads
 the layer before. It prints no losses of DenseFormer and Hyper-Connections, nor numbers for its findings on initialisation, learning rate and decay
-of the routers."""
+of the routers. At scale cpu the matrices learn with Muon, as in which_memory.py (AdamW alone is far behind after as many tokens), everything else with AdamW
+at 1e-2, the paper's rate of the routers, so that the baselines' mixing weights learn as fast as the routers do."""
 from math import log
 
 model, metric, baseline, seeds = "lime", "val_loss", "LLaMA", 3
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
                gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
-cpu = dict(depth=12, n_embd=64, n_head=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=256, learning_rate=3e-3,
-           router_lr=10 / 3, eval_tokens=131072, sample_tokens=0)               # 1.05M tokens a run; routers at the paper's 1e-2
+cpu = dict(depth=12, n_embd=64, n_head=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=256, eval_tokens=131072,
+           sample_tokens=0, optimizer="muon", schedule="wsd", learning_rate=1e-2, router_lr=1.0)     # 1.05M tokens a run
 gpu = dict(preset="150m", block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=200)          # 131M tokens a run
 variants = {
     "LLaMA": (dict(dense=True), log(16.4611)),
@@ -28,7 +29,7 @@ variants = {
     "dynamic": (dict(router="dynamic"), None, 1),
     "random init": (dict(router_init="random"), None, 1),
     "router decay": (dict(router_decay=0.1), None, 1),
-    "slow routers": (dict(router_lr=1.0), None, 1),                               # at the rate of the rest
+    "slow routers": (dict(cpu=dict(router_lr=0.1), gpu=dict(router_lr=1.0)), None, 1),                # at 1e-3, the paper's rate of the rest
 }
 claims = ["LLaMA > LIMe", "average > LIMe", "no-head-mix > LLaMA", "LLaMA > DenseFormer > Hyper-Connections > LIMe",
           "LLaMA > last-2 > last-4 > last-6 > first-2 > LIMe", "first-4 > LIMe", "first-6 > LIMe", "per-dim > LIMe", "LLaMA > per-dim",
