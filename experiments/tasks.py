@@ -502,7 +502,7 @@ def plot_curves(path):
         mean = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
         axes.plot(steps, mean, "o-", color=f"C{n}", label=name)
         print(f"{name:20}", *(f"{step}: {value:.3f}" for step, value in zip(steps, mean)))
-    axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1), title=Path(path).stem)
+    axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1.03), title=Path(path).stem)
     axes.legend()
     picture = Path(path).with_name(Path(path).stem + "-curves.png")
     figure.savefig(picture, dpi=120)
