@@ -3,11 +3,13 @@
 The sizes of every memory follow from the shape (Config's automatic values): a token's work is that of the dense model's FFN of 4d, the total that of
 64 experts of which 8 are used. The dense model has the active parameters alone. PKM and PEER are not in the paper's table. The paper's numbers are
 evaluation losses at 227M active of 1.2B after 500B tokens; it says that UltraMemV2 starts slowly. With 4 layers Memory+ and PKM have a memory in each,
-UltraMem in three: at this depth the few layers of the older memories are not few."""
+UltraMem in three: at this depth the few layers of the older memories are not few. At scale cpu AdamW learns at three times the published rate; Muon, which
+is far ahead for the dense model, takes no experts or values, so that it would favour whoever has fewer of them."""
 model, metric, baseline, seeds = "ultramem", "val_loss", "dense", 3
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
                gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
-cpu = dict(depth=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=256, eval_tokens=131072, sample_tokens=0)  # 1.05M tokens
+cpu = dict(depth=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=256, eval_tokens=131072, sample_tokens=0,
+           learning_rate=12e-4, schedule="wsd")                                                       # 1.05M tokens
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=200)                                             # 131M tokens
 variants = {
     "dense": (dict(dense=True), None),
