@@ -364,7 +364,7 @@ def mean_and_sd(numbers):
 def draw_layers(file, found, label):
     """found: {run: {"values": over layers [numbers], "hiddens": ...}} -> a panel for each kind, a line with deviations for each run."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(9, 3.5), layout="tight")
+    figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, kind in zip(figure.subplots(1, 2), ("values", "hiddens")):
         print(f"{label} of {kind}, layer by layer: mean ± standard deviation")
         for run, kinds in found.items():
@@ -373,7 +373,7 @@ def draw_layers(file, found, label):
             print(f"  {run:30}", *(f"{m:.3f} ± {d:.3f}" for m, d in zip(means, deviations)), sep="  ")
         axes.set(title=kind, xlabel="layer", ylabel=label)
         axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(file, dpi=120)
 
 
@@ -440,14 +440,14 @@ def draw_slots(file, found, label):
 def draw_timings(file, found, label):
     """Milliseconds by prompt length; printed, also in parts of the first run's."""
     from matplotlib.figure import Figure
-    figure, first = Figure(figsize=(9, 3.5), layout="tight"), next(iter(found.values()))
+    figure, first = Figure(figsize=(9, 4), layout="constrained"), next(iter(found.values()))
     for axes, (kind, title) in zip(figure.subplots(1, 2), (("prefill", "prefill"), ("decode", "each later token"))):
         print(f"{title}, ms (and parts of the first), for prompts of {', '.join(map(str, first[kind]))} tokens")
         for run, kinds in found.items():
             print(f"  {run:30}", *(f"{ms:9.2f} ({ms / first[kind][length]:.2f})" for length, ms in kinds[kind].items()))
             axes.plot([*kinds[kind]], [*kinds[kind].values()], "o--" if run.endswith(" uncached") else "o-", label=run)
         axes.set(title=title, xlabel="tokens of the prompt", ylabel=label, ylim=(0, None))
-    axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(file, dpi=120)
 
 
