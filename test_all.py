@@ -1246,6 +1246,9 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
     assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.parameters()}
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters())), "a parameter is in two groups"
     optimizers = optimizers_of(model)
+    with torch.no_grad():
+        logits = model(idx[:, :-1])[0]
+    blind = (logits.logsumexp(-1) - logits.mean(-1)).mean().item()             # the loss if all tokens are as likely the next one
     for step in range(20):
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         first = first if first is not None else loss.item()
@@ -1253,8 +1256,9 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
         for o in optimizers:
             o.step()
             o.zero_grad()
-    above = {"hiermem": 0.47, "ultramem": 0.14}.get(name, 0)   # half the variance of the logits, where their matrix does not start small
-    assert first == pytest.approx(math.log(61) + above, abs=0.12), "near log V + above"
+    above = {"hiermem": 0.45, "ultramem": 0.19}.get(name, 0)   # half the variance of the logits, where their matrix does not start small
+    assert blind == pytest.approx(math.log(61) + above, abs=0.08), "near log V + above"
+    assert first == pytest.approx(blind, abs=0.4), "whatever the targets"
     assert loss.item() < 0.7 * first
     still = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
     assert not still, f"never updated: {still}"
@@ -3093,7 +3097,7 @@ def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
     anchor, ckpt = weights(hier_runs / "anchor")["model"], weights(hier_runs / "all")
     assert all(torch.equal(t, ckpt["model"][k]) for k, t in anchor.items()) and ckpt["model_config"]["retriever"]
     assert log_of(hier_runs / "all", "val_loss")[0] == pytest.approx(log_of(hier_runs / "anchor", "val_loss")[12], abs=1e-5), "the identity at step 0"
-    assert log_of(hier_runs / "all", "val_loss")[24] < log_of(hier_runs / "all", "val_loss")[0] - 0.05
+    assert log_of(hier_runs / "all", "val_loss")[24] < log_of(hier_runs / "all", "val_loss")[0] - 0.02
     state = ckpt["optimizers"][-1]["state"]
     assert state[0]["steps"].shape == (3,) and 0 < state[0]["steps"][-1] < 24, "the generic block, in a third of the sequences"
 

@@ -453,7 +453,7 @@ try:
         forward_backward(net, *batch)
         raw.zero_grad(set_to_none=True)
     if config["profile"]:
-        with torch.profiler.profile() as trace:
+        with torch.profiler.profile(acc_events=True) as trace:     # without it torch 2.11 warns
             for i in range(3):
                 train_step(net, params, optimizers, *batch, i)
         trace.export_chrome_trace(str(out / "trace.json"))
