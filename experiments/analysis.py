@@ -406,14 +406,15 @@ def draw_importance(file, found, label):
                 axis.get_major_locator().set_params(integer=True)
             figure.colorbar(image, ax=axes, label=label)
     for axes, kind in zip(last, ("blocks", "inserted")):
-        for run, kinds in ((run, kinds) for run, kinds in found.items() if kinds[kind]):
-            axes.plot(kinds[f"{kind} variance"], "o-", label=run)
+        for color, (run, kinds) in enumerate(found.items()):
+            axes.plot(kinds[f"{kind} variance"], "o-", color=f"C{color}", label=run)
+            if not kinds[kind]:
+                continue
             print(f"{run}, {kind}: importance, layer by layer: mean ± standard deviation of the heads")
             print(" ", *(f"{sum(row) / len(row):.3g} ± {v ** .5:.3g}" for row, v in zip(kinds[kind], kinds[f"{kind} variance"])), sep="  ")
         axes.set(title=f"variance over heads, {kind}", xlabel="layer" if kind == "blocks" else "inserted layer", yscale="log")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if axes.lines:
-            axes.legend()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", fontsize=8)
     figure.savefig(file, dpi=120)
 
 
