@@ -4712,6 +4712,17 @@ def test_states_are_those_of_the_forward_pass(switches):
         assert all(torch.allclose(layer[1] - 1, full[1, 3], atol=1e-5) for layer, full in zip(kept[kind], states[kind]))
 
 
+def test_projected_values_are_those_before_the_router():
+    model, idx = make("lime"), some_tokens(B=2, T=9)
+    seen = []
+    for block in model.blocks:
+        block.attn.W_V.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    projected, routed = (analysis.states(model, idx, projected=p) for p in (True, False))
+    assert all(torch.equal(z, v.flatten(2)) for z, v in zip(projected["values"], seen))
+    assert [torch.equal(a, b) for a, b in zip(projected["values"], routed["values"])] == [True, False, False], "the first layer has no router"
+    assert all(map(torch.equal, projected["hiddens"], routed["hiddens"]))
+
+
 @pytest.fixture(scope="module")
 def analysed(tmp_path_factory):
     """A folder with text of is, are, was and were, a run trained on it for a moment, and a BLiMP of four pairs a task."""

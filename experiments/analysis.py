@@ -38,6 +38,7 @@ out = ""                      # folder to write; empty: the first run's
 dataset = ""                  # data folder; empty: the one that the first run was trained on
 sequences = 64                # entropy, importance, slots: validation windows
 alpha = 0.5                   # entropy: its order
+projected = False             # entropy, separability, blimp: of what W_V puts out, as LIMe's text has it, not of what its code measures, the routed values
 occurrences = 1100            # separability: of each word
 blimp = ""                    # folder of BLiMP's PARADIGM.jsonl or .jsonl.xz
 lengths = ""                  # timings: tokens of the prompts, by commas; empty: an eighth of the context, half, all but the new tokens
@@ -55,15 +56,15 @@ BLIMP = ("determiner_noun_agreement_with_adj_irregular_1", "complex_NP_island", 
 
 # ---------------------------------------------------------------- reading the layers
 
-def value_module(attention):
-    """The submodule that puts out what the attention sums up: LIMe's router (keys and values), MoVE's memory, or the projection."""
-    return next(m for name in ("W_UV", "router", "memory", "W_V") if (m := getattr(attention, name, None)) is not None)
+def value_module(attention, projected=False):
+    """The submodule that puts out what the attention sums up: LIMe's router (keys and values), MoVE's memory, or the projection; projected: the last."""
+    return next(m for name in (("W_UV", "W_V") if projected else ("W_UV", "router", "memory", "W_V")) if (m := getattr(attention, name, None)) is not None)
 
 
 @torch.no_grad()
-def states(model, idx):
+def states(model, idx, projected=False):
     """idx (B, T) -> {"values": a list over layers of (B, T, features), "hiddens": likewise}, fp32, by forward hooks."""
-    modules = {"values": [value_module(block.attn) for block in model.blocks], "hiddens": list(model.blocks)}
+    modules = {"values": [value_module(block.attn, projected) for block in model.blocks], "hiddens": list(model.blocks)}
     found, hooks = {kind: [None] * len(model.blocks) for kind in modules}, []
     for kind, layers in modules.items():
         for layer, module in enumerate(layers):
@@ -78,13 +79,13 @@ def states(model, idx):
     return found
 
 
-def collect(model, rows, pick, batch_size=16):
+def collect(model, rows, pick, projected=False, batch_size=16):
     """rows: 1-D tensors of token ids -> {"values": over layers [pick(n, z) of every row n], "hiddens": likewise}; z (tokens, features)."""
     kept, device = {}, next(model.parameters()).device
     for first in range(0, len(rows), batch_size):
         part = rows[first:first + batch_size]
         idx = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(device)       # causal: what is on the right does not matter
-        for kind, layers in states(model, idx).items():
+        for kind, layers in states(model, idx, projected).items():
             for layer, z in zip(kept.setdefault(kind, [[] for _ in layers]), layers):
                 layer += [pick(first + n, z[n, :len(row)]).cpu() for n, row in enumerate(part)]
     return kept
@@ -111,7 +112,7 @@ def entropy(model, tok, folder, c):
     data = TokenShards(folder, "val", model.config.block_size)
     x, y = data.batch(range(min(c.sequences, data.n_windows)))
     lengths = [int((row >= 0).nonzero()[-1]) + 1 if "block_size" in data.meta else len(row) for row in y]
-    kept = collect(model, [row[:n] for row, n in zip(x, lengths)], lambda n, z: z)
+    kept = collect(model, [row[:n] for row, n in zip(x, lengths)], lambda n, z: z, c.projected)
     return {kind: [[renyi_entropy(z, c.alpha) for z in standardise(layer)] for layer in layers] for kind, layers in kept.items()}
 
 
@@ -169,7 +170,7 @@ def separability(model, tok, folder, c):
     """Accuracies of the four-way classifier, {"values": over layers [of each fold], "hiddens": likewise}"""
     rows, places = find_words(folder, tok, model.config.block_size, c.occurrences)
     y = torch.tensor([label for here in places for _, label in here])
-    kept = collect(model, rows, lambda n, z: z[[position for position, _ in places[n]]])
+    kept = collect(model, rows, lambda n, z: z[[position for position, _ in places[n]]], c.projected)
     return probe_layers(kept, y, torch.arange(len(y)))
 
 
@@ -191,7 +192,7 @@ def probe_blimp(model, tok, folder, c):
     for task in BLIMP:
         pairs = read_blimp(c.blimp, task)
         rows = [torch.tensor([tok.eot, *tok.encode(sentence)]) for pair in pairs for sentence in pair]
-        kept = collect(model, rows, lambda n, z: z[1:].mean(0, keepdim=True))
+        kept = collect(model, rows, lambda n, z: z[1:].mean(0, keepdim=True), c.projected)
         tasks.append(probe_layers(kept, torch.arange(len(rows)) % 2, torch.arange(len(rows)) // 2))
     return {kind: [[sum(fold) / len(fold) for fold in zip(*(task[kind][layer] for task in tasks))] for layer in range(len(tasks[0][kind]))]
             for kind in tasks[0]}
