@@ -5,9 +5,8 @@ The base has learned the OpenStax part of educational prose; every method starts
 text. The paper's numbers are the log of its WikiText perplexities after CPT on FineWeb-Edu: neither of the two, but what is carried over to a third
 text. The loss on the new domain rewards whoever trains most; a claim below is no more than the paper's order asked of that loss, so read both columns.
 "base untouched" takes no step; "base on old" is what as many tokens of the old domain would still have given the base: if more than 0.01, it was not
-trained to its end. (At scale cpu it loses 0.098: batches of 1,024 tokens at the recipe's rate are rough on all parameters.) data/edu is a folder of
-records {"text", "source"}. All methods run at the recipe's learning rate; midus_rates.py sweeps it for each of them, and its winners belong here before an
-order is believed."""
+trained to its end; if less than nothing, the rate is rough on whoever trains all parameters. data/edu is a folder of records {"text", "source"}. All
+methods run at the recipe's learning rate; midus_rates.py sweeps it for each of them, and its winners belong here before an order is believed."""
 from math import log
 
 model, metric, also, seeds = "midus", "val_loss", ("retention_loss",), 2
