@@ -4335,10 +4335,11 @@ def test_the_commit_of_a_run_is_dirty_by_code_and_not_by_results(tmp_path, monke
 def test_the_experiments_here_fit_their_models():
     """Each variant's keys are train.py's or its model's and make a Config; the claims are true of the paper's own numbers."""
     keys = set(re.findall(r"^(\w+) = ", (ROOT / "train.py").read_text().split("defaults =")[0], re.M)) | {"vocab_size"}
-    files = [path for path in (ROOT / "experiments").glob("*.py") if re.search("^variants = ", path.read_text(), re.M)]
+    files = [path for path in (ROOT / "experiments").glob("*.py") if re.search(r"^variants\b", path.read_text(), re.M)]
     assert len(files) >= 12
     for path, scale in itertools.product(files, ("cpu", "gpu")):
         exp = runner.load_experiment(path, scale)
+        assert exp["name"] == path.stem                        # also where the file's loops run over names
         assert all(runner.paper(exp, a, b) is None or runner.paper(exp, a, b) > 0 for a, b in runner.pairs(exp)), path
         for name in exp["variants"]:
             chosen = runner.settings(exp, scale, name)

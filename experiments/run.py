@@ -85,7 +85,7 @@ def load_experiment(path, scale):
     """The experiment file's names, checked; variants become {name: (overrides, the paper's number or None, seeds)}."""
     if not Path(path).is_file():
         raise ConfigError(f"there is no experiment file {path}")
-    exp = {"claims": [], "prepare": "", "also": (), "name": Path(path).stem, **runpy.run_path(str(path))}
+    exp = {"claims": [], "prepare": "", "also": (), **runpy.run_path(str(path)), "name": Path(path).stem}    # not a loop variable called name
     if missing := [k for k in ("model", "metric", "baseline", "seeds", "variants", scale) if k not in exp]:
         raise ConfigError(f"{path} does not define {', '.join(missing)} (experiments/README.md shows a whole experiment file)")
     folders = {}
