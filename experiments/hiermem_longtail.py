@@ -66,11 +66,11 @@ def main(scale="cpu"):
         axes.minorticks_off()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(f"{stem}-recall.png", dpi=120)
-    lines.append("")
+    lines += ["", "| claim | difference | paper's | seeds | verdict |", "| --- " * 5 + "|"]
     for name in [name for name in found if f"{name}, generic" in found]:
         gap = [found[name][seed]["recall"] - found[f"{name}, generic"][seed]["recall"] for seed in found[name]]
-        lines.append(f"{name} > {name}, generic: {run.text(gap, '+')}, {run.verdict(gap)} ({len(gap)} seeds).")
-    lines.append(f"Prompts on their domain's usual path: {share[0]:.0%} in a form of the text, {share[1]:.0%} in a new form"
+        lines.append(f"| {name} > {name}, generic | {run.text(gap, '+')} | - | {len(gap)} | {run.verdict(gap)} |")
+    lines.append(f"\nPrompts on their domain's usual path: {share[0]:.0%} in a form of the text, {share[1]:.0%} in a new form"
                  + " (the design asks for 90%)." * (min(share) < 0.9) + "." * (min(share) >= 0.9))
     Path(f"{stem}-recall.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -1,6 +1,7 @@
 """Run an experiment: every variant and seed through train.py, then a table, verdicts on the claims, and a plot.
 
     python train.py experiments/move_table1.py --scale=cpu --seeds=3      (or python experiments/run.py experiments/...)
+    python experiments/run.py claims                                      the table of all claims in README.md beside this file
 
 Each run is a printed `python train.py --key=value` in out/<experiment>-<scale>/<variant>/s<seed>; it is finished when its
 result.json exists, so the same command goes on after an interruption. Seeds are the outer loop: a table that is cut short is
@@ -317,6 +318,23 @@ def table(exp, opt, rows):
     return "\n".join(lines) + "\n"
 
 
+def claims_table():
+    """Markdown: every claim of every experiment, as the reports in results/ have it; what has not run is one line an experiment."""
+    lines = ["| experiment | claim | paper's difference | here | seeds | verdict |", "| --- " * 6 + "|"]
+    for path in sorted(path for path in (ROOT / "experiments").glob("*.py") if re.search(r"^claims\b", path.read_text(encoding="utf-8"), re.M)):
+        waiting, reports = [], sorted((ROOT / "experiments" / "results").glob(f"{path.stem}-*.md"))
+        for report in reports:
+            for claim, here, printed, seeds, said in re.findall(r"^\| (.+ > .+) \| (.+) \| (.+) \| (\d+) \| (.+) \|$", report.read_text(encoding="utf-8"), re.M):
+                if said == "not run":
+                    waiting.append(claim)
+                else:
+                    lines.append(f"| [{report.stem}](results/{report.name}) | {claim} | {printed} | {here} | {seeds} | {said} |")
+        if waiting := waiting if reports else [f"{a} > {b}" for a, b in pairs(load_experiment(path, "cpu"))]:
+            more = f" and {len(waiting) - 4} more" * (len(waiting) > 4)
+            lines.append(f"| {path.stem} | {'; '.join(waiting[:4])}{more} | - | - | 0 | not run |")
+    return "\n".join(lines) + "\n"
+
+
 def plot(exp, rows, file):
     """Differences to the baseline: every seed, their mean with its 95% bar, and the paper's."""
     from matplotlib.figure import Figure
@@ -378,6 +396,6 @@ if __name__ == "__main__":
     if not sys.argv[1:] or sys.argv[1].startswith("-"):
         sys.exit("usage: python experiments/run.py experiments/NAME.py [--scale=cpu] [--seeds=3] ...; add --help for all options")
     try:
-        sys.exit(main(sys.argv[1], sys.argv[2:]))
+        sys.exit(print(claims_table(), end="") if sys.argv[1:] == ["claims"] else main(sys.argv[1], sys.argv[2:]))
     except ConfigError as error:
         sys.exit(f"error: {error}")
