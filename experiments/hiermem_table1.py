@@ -10,17 +10,19 @@ model, metric, baseline, seeds = "hiermem", "val_loss", "A1 anchor", 2
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --clusters=8,8 --out=data/fineweb_edu_8_8",
                gpu="--source=fineweb_edu --max_tokens=400_000_000 --clusters=16,16 --out=data/fineweb_edu_16_16")
 cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=512, eval_tokens=131072,
-           sample_tokens=0)                                     # 1.05M tokens a phase; memories: the defaults, 64,24 over 8,8, a fetch of 10% of the anchor
+           sample_tokens=0, optimizer="muon", schedule="wsd", learning_rate=15e-3)                # which_memory.py's rates
+# 1.05M tokens a phase; memories: the defaults, 64,24 over 8,8, a fetch of 10% of the anchor, at the recipe's 5e-3, a third of the anchor's rate
 gpu = dict(preset="openlm_160m", clusters="16,16", ranks="256,64", block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=250)
 twice = dict(cpu=dict(max_iters=2048), gpu=dict(max_iters=2000))
 later = dict(init_from="@A1 anchor", cpu=dict(skip_steps=1024), gpu=dict(skip_steps=1000))        # a second phase goes on in the data
-memories = dict(later, weight_decay=1e-3, memory="ffn", gpu=dict(skip_steps=1000, learning_rate=1e-4, min_lr=1e-5))      # A.2; on a CPU at the anchor's rate
+memories = dict(later, weight_decay=1e-3, memory="ffn", cpu=dict(skip_steps=1024, memory_lr=1 / 3),
+                gpu=dict(skip_steps=1000, learning_rate=1e-4, min_lr=1e-5))                      # A.2
 variants = {
     "A1 anchor": (dict(dense=True), log(17.2)),
     "A1 continued": (dict(later, dense=True), None),
     "A3 frozen": (dict(memories, frozen=True), log(15.2)),
     "A2 co-trained": (memories, log(14.2)),
-    "A4 from scratch": (dict(weight_decay=0.1, cpu=twice["cpu"], gpu=dict(twice["gpu"], learning_rate=1e-3, min_lr=1e-5)), log(15.6)),
+    "A4 from scratch": (dict(weight_decay=0.1, cpu=dict(twice["cpu"], memory_lr=1 / 3), gpu=dict(twice["gpu"], learning_rate=1e-3, min_lr=1e-5)), log(15.6)),
     "wider": (dict(dense=True, cpu=dict(n_inner=600, max_iters=2048), gpu=dict(n_inner=2368, max_iters=2000)), None),
 }
 claims = ["A1 anchor > A4 from scratch > A3 frozen > A2 co-trained", "A1 continued > A3 frozen", "A1 continued > A2 co-trained", "wider > A2 co-trained"]
