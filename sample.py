@@ -95,8 +95,8 @@ def data_fields(meta, module):
 
 
 def load_start(config, given, overrides, module):
-    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults. A model file with
-    start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
+    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults; on a start the context may
+    change. A model file with start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
     resume, source, out = config["init_from"] == "resume", Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
     if config["init_from"] == "scratch":
         return None
@@ -108,10 +108,14 @@ def load_start(config, given, overrides, module):
         ckpt = module.start(config["init_from"], ckpt, {**known, **overrides, **{k: given[k] for k in ("block_size",) if k in given}})
         config["block_size"] = ckpt["model_config"]["block_size"]
         return ckpt
-    fixed = {"model", "preset", "depth", "dense", "block_size", *overrides} | ({"seed", "batch_tokens", "optimizer"} if resume else set())
+    fixed = {"model", "preset", "depth", "dense", *overrides} | ({"block_size", "seed", "batch_tokens", "optimizer"} if resume else set())
     saved = {**ckpt["config"], **ckpt["model_config"]}
     for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
         raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
+    if not resume:                                             # tasks have rows of their own length
+        window = load_meta(find_dataset(config["dataset"])).get("block_size", -1) if config["dataset"] else -1
+        saved["block_size"] = next(n for n in (given.get("block_size", -1), window, saved["block_size"]) if n != -1)
+        ckpt["model_config"]["block_size"] = saved["block_size"]
     keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
     config |= {k: v for k, v in keep.items() if k in config and k not in given and k not in ("out_dir", "init_from", "device")}
     return ckpt

@@ -329,7 +329,7 @@ def claims_table():
                     waiting.append(claim)
                 else:
                     lines.append(f"| [{report.stem}](results/{report.name}) | {claim} | {printed} | {here} | {seeds} | {said} |")
-        if waiting := waiting if reports else [f"{a} > {b}" for a, b in pairs(load_experiment(path, "cpu"))]:
+        if waiting := waiting if reports else [f"{a} > {b}" for a, b in pairs(load_experiment(path, "gpu"))]:
             more = f" and {len(waiting) - 4} more" * (len(waiting) > 4)
             lines.append(f"| {path.stem} | {'; '.join(waiting[:4])}{more} | - | - | 0 | not run |")
     return "\n".join(lines) + "\n"
