@@ -3375,6 +3375,23 @@ def test_hiermem_between_prompts_only_levels_whose_node_changed_are_read(placed_
         sample.load_model(tmp_path / "run", "cpu")
 
 
+def test_hiermem_bank_size_times_a_step(tmp_path, monkeypatch, capsys):
+    """The mode that times it: 41 blocks and more, all of the larger bank's blocks in reach. No figure is asserted."""
+    from experiments import bank_size
+    (tmp_path / "experiments/results").mkdir(parents=True)
+    monkeypatch.setattr(bank_size, "ROOT", tmp_path)
+    for name, value in dict(blocks=44, rank=2, steps=1).items():
+        monkeypatch.setattr(bank_size, name, value)            # what the command line sets is undone after the test
+    bank_size.main(["--blocks=44", "--rank=2", "--steps=1"])
+    found = json.loads((tmp_path / "experiments/results/hiermem_bank_size-cpu.json").read_text())["ms_a_step"]
+    numbers = 7 * 3 * 2 * 128                                  # layers, matrices, channels, width
+    assert [*found] == [f"41 blocks, {41 * numbers:,} numbers", *(f"44 blocks, {44 * numbers:,} numbers, {n} in use" for n in (40, "all"))]
+    text = capsys.readouterr().out
+    assert all(name in text and ms > 0 for name, ms in found.items())
+    with pytest.raises(ConfigError, match="blocks must be 42 or more"):
+        bank_size.main(["--blocks=41"])
+
+
 @slow
 def test_hiermem_a_bank_several_times_the_memory_trains_is_killed_and_resumes_exactly(clustered, tmp_path):
     """256 nodes: blocks and moments are 2.9 GB, the process may have 0.7 GB of its own; what is in the file is the system's to keep or to drop."""
