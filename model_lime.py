@@ -322,11 +322,13 @@ class Model(nn.Module):
         return Cache(max_len)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """Routers learn ten times as fast as the rest and do not decay, but for router_lr and router_decay; nor do embedding, head and norms."""
-        groups = {"router": ([], self.config.router_lr, self.config.router_decay), "plain": ([], 1.0, 0.0), "matrix": ([], 1.0, weight_decay)}
+        """Routers learn ten times as fast as the rest (a dynamic one's W as fast) and do not decay, but for router_lr and router_decay; nor do
+        embedding, head and norms."""
+        router_lr, router_decay = self.config.router_lr, self.config.router_decay
+        groups = {"R": ([], router_lr, router_decay), "W": ([], router_lr / 10, 0.0), "plain": ([], 1.0, 0.0), "matrix": ([], 1.0, weight_decay)}
         for name, p in self.named_parameters():
-            plain = name.startswith(("embed", "head")) or "norm" in name or "static" in name or ".router." in name
-            groups["router" if name.endswith("router.R") else "plain" if plain else "matrix"][0].append(p)
+            plain = name.startswith(("embed", "head")) or "norm" in name or "static" in name
+            groups[name[-1] if ".router." in name else "plain" if plain else "matrix"][0].append(p)
         return [dict(params=params, kind="adamw", lr=ratio * learning_rate, weight_decay=decay, schedule=True)
                 for params, ratio, decay in groups.values() if params]
 
@@ -416,18 +418,19 @@ class PerDim(Router):
 
 class Dynamic(Router):
     """R_t = R + W x_t: the router of the key's token t (Appendix E), so that routed keys can be cached. The paper prints no formula:
-    the static R and the zero start of W are ours."""
+    the static R and the zero start of W are ours. W is no Linear, for --optimizer=muon takes those, in steps too large for a mixture."""
 
     def __init__(self, config, sources):
         super().__init__(config, sources)
-        self.W = nn.Linear(config.n_embd, self.R.numel(), bias=False)
+        self.W = nn.Parameter(torch.empty(self.R.numel(), config.n_embd))
+        self.macs += self.W.numel()
 
     def init_weights(self, name):
         super().init_weights(name)
-        self.W.weight.zero_()
+        self.W.zero_()
 
     def weights(self, x):
-        return self.R + self.W(x).view(*x.shape[:2], *self.R.shape)                                      # (B, T, H_kv, n*H_kv)
+        return self.R + F.linear(x, self.W).view(*x.shape[:2], *self.R.shape)                            # (B, T, H_kv, n*H_kv)
 
     def mix(self, R, *sources):
         return R @ torch.cat(sources, 2)                                                                 # (B, T, n*H_kv, d_h)

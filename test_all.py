@@ -1687,7 +1687,7 @@ def slow_lime(model, idx):
         if c.router == "no-head-mix":
             return R[h, m] * (g == h)
         if c.router == "dynamic":
-            return R[h, column] + P[f"blocks.{l}.attn.router.W.weight"].view(G, -1, c.n_embd)[h, column] @ x
+            return R[h, column] + P[f"blocks.{l}.attn.router.W"].view(G, -1, c.n_embd)[h, column] @ x
         return R[..., h, column]                               # per-dim: (d_h,)
 
     for tokens in idx.tolist():
@@ -1760,7 +1760,7 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise():
         assert R.shape == (*[4] * (router == "per-dim"), 8, n * width) and (R[..., -width:] == own).all()
         noise, bound = R[..., :-width], math.sqrt(3 / (n * width))                                          # Appendix H
         assert noise.abs().max() <= bound and noise.abs().max() > 0.9 * bound and noise.var().item() == pytest.approx(1 / (n * width), rel=0.35)
-    assert (model.blocks[7].attn.router.W.weight == 0).all()
+    assert (model.blocks[7].attn.router.W == 0).all()
     own = make("lime", randomize=False, router_init="random", n_layer=8, n_head=16, n_embd=64, n_kv_head=8).blocks[7].attn.router.R[:, -8:]
     assert own.abs().max() <= math.sqrt(3 / 64) and own.std().item() == pytest.approx(1 / 8, rel=0.2)
     others = [p.std().item() for n, p in model.named_parameters() if p.ndim > 1 and "router" not in n]
@@ -1850,6 +1850,7 @@ def test_lime_routers_learn_ten_times_as_fast_and_do_not_decay():
         for name, p in model.named_parameters():
             still = name.startswith(("embed", "head")) or "norm" in name or "static" in name or ".router." in name
             assert settings[id(p)] == ((1e-2, 0.0) if name.endswith("router.R") else (1e-3, 0.0 if still else 0.1)), name
+        assert not any(isinstance(m, torch.nn.Linear) for name, m in model.named_modules() if ".router" in name), "--optimizer=muon takes those"
     model = make("lime", router_lr=3.0, router_decay=0.05)     # unless they are told to
     assert [(g["lr"], g["weight_decay"]) for g in model.param_groups("adamw", 1e-3, 0.1)] == [(pytest.approx(3e-3), 0.05), (1e-3, 0.0), (1e-3, 0.1)]
 
@@ -3808,7 +3809,7 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finish
     assert torch.load(tmp_path / "more" / "previous-ckpt.pt", weights_only=True)["step"] == 4 and (tmp_path / "more" / "previous-log.jsonl").exists()
 
 
-def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(text_folder, finished_run, tmp_path):
+def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(text_folder, finished_run, tmp_path, monkeypatch):
     """As does finetuning: text in longer or shorter rows, or prompts with answers. A resumed run keeps its own."""
     rest = [*TINY[:1], *TINY[3:], f"--init_from={finished_run}", "--max_iters=1"]
     task = tmp_path / "task"
@@ -3823,6 +3824,10 @@ def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(text_fold
     train(f"--dataset={text_folder}", f"--out_dir={tmp_path / 'run16'}", "--init_from=resume", "--max_iters=2")
     assert sorted(log_of(tmp_path / "run16")) == [1, 2]
     train(f"--dataset={text_folder}", f"--out_dir={tmp_path / 'x'}", *rest, "--block_size=0", expect="block_size=0")
+    (task / "tokenizer.json").unlink()
+    (task / "meta.json").write_text((task / "meta.json").read_text().replace(json.loads((task / "meta.json").read_text())["tokenizer"], "gpt2"))
+    monkeypatch.setattr(prepare_fineweb, "_load_gpt2", lambda: prepare_fineweb.need(False, "GPT-2's vocab.bpe cannot be had"))
+    train(f"--dataset={task}", f"--out_dir={tmp_path / 'x'}", *rest, f"--batch_tokens={4 * rows}", expect="cannot be had")
 
 
 @pytest.mark.parametrize("spoil, message", [

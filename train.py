@@ -155,6 +155,7 @@ try:
          "train its subtrees as jobs of their own, --frozen=True --subtree=0, 1, ..., generic, and merge them with model_hiermem.py")
     need(model_config.vocab_size >= meta["vocab_size"] or not folder, f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
     need(not resume or ckpt["data"]["data_id"] == meta["data_id"], f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
+    task_tokenizer = prepare_fineweb.get_tokenizer(str(folder)) if "task" in meta and not idle else None
     if not idle:
         train_data, val_data = (TokenShards(folder, split, config["block_size"]) for split in ("train", "val"))
         for data in (train_data, val_data) if hasattr(model_config, "wanted") else ():   # a model may train on a part of the data
@@ -333,7 +334,7 @@ def evaluate():
     if "task" in meta and master:
         from experiments.tasks import accuracy
         with autocast:
-            values |= accuracy(raw, val_data, prepare_fineweb.get_tokenizer(str(folder)))
+            values |= accuracy(raw, val_data, task_tokenizer)
     net.train()
     return values
 
