@@ -29,8 +29,8 @@ variants = {
     "dynamic": (dict(router="dynamic"), None, 1),
     "random init": (dict(router_init="random"), None, 1),
     "router decay": (dict(router_decay=0.1), None, 1),
-    "slow routers": (dict(cpu=dict(router_lr=0.1), gpu=dict(router_lr=1.0)), None, 1),                # at 1e-3, the paper's rate of the rest
+    "slow routers": (dict(cpu=dict(router_lr=0.1), gpu=dict(router_lr=1.0)), None),                   # at 1e-3, the paper's rate of the rest
 }
 claims = ["LLaMA > LIMe", "average > LIMe", "no-head-mix > LLaMA", "LLaMA > DenseFormer > Hyper-Connections > LIMe",
           "LLaMA > last-2 > last-4 > last-6 > first-2 > LIMe", "first-4 > LIMe", "first-6 > LIMe", "per-dim > LIMe", "LLaMA > per-dim",
-          "dynamic > LIMe", "random init > LIMe", "router decay > LIMe", "slow routers > LIMe"]
+          "dynamic > LIMe", "random init > LIMe", "router decay > LIMe", "slow routers > LIMe", "LLaMA > slow routers"]
