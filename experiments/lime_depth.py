@@ -3,8 +3,7 @@
 It finds LIMe with 64 layers better than LLaMA with 128. Width 64 at scale cpu, 256 at scale gpu, 8 heads; the paper has 32, 64 and 128 layers, and its
 numbers here are the log of Table 12's perplexities. With 8 layers first-7 is LIMe itself. At scale cpu the matrices learn with Muon and the rest at 1e-2,
 the paper's rate of the routers, as in lime_routers.py.
-"slow routers" is ours: AdamW moves a router's l*H weights by its rate a step each, towards what a batch of 1,024 tokens says, and the noise of that adds up
-over a row.
+"slow routers" is ours: AdamW moves each of a row's l*H weights by its rate in every step, and the noise of batches of 1,024 tokens may add up.
 On a CPU stop at 32: --only="LLaMA 8,LIMe 8,LLaMA 16,LIMe 16,first-7 16,slow routers 16,LLaMA 32,LIMe 32,first-7 32,slow routers 32"."""
 from math import log
 
