@@ -4,7 +4,8 @@ Many of them are thousandths, read off curves where no number is printed: "insid
 model, metric, baseline, seeds = "ultramem", "val_loss", "V2", 2
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
                gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
-cpu = dict(depth=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=256, eval_tokens=131072, sample_tokens=0)  # 1.05M tokens
+cpu = dict(depth=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=256, eval_tokens=131072, sample_tokens=0,
+           learning_rate=12e-4, schedule="wsd")                                                       # 1.05M tokens, ultramem_table3's rates
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=200)
 half = dict(cpu=dict(n_keys=207), gpu=dict(n_keys=360))          # n / sqrt(2): half the slots
 layers = {1: dict(cpu=dict(mem_layers="2", top_m=128), gpu=dict(mem_layers="6", top_m=384)),
