@@ -6,15 +6,16 @@ are tiny experts: a pre-value row P_i, a value row V_i, no activation. They stan
 cell (i, j) scores by a small bilinear form of row i's and column j's scores: 4n dot products rank n^2 experts. No softmax, no
 activation: choosing is the nonlinearity. The output starts with the FFN's variance (Appendix 6), or training diverges.
 
-    q       = RMSNorm(x W_q)                               (P, 2, r, D_k)  for rows and columns, one for each of r = 2 Tucker ranks
-    S_row   = q_row K_row,  S_col = q_col K_col            (P, R, r, n)    eqs. 6, 10; R retrieval heads, each with its keys
+    h       = RMSNorm(x)                                   (P, d)          what the FFN reads: the x of the paper's equations
+    q       = RMSNorm(h W_q)                               (P, 2, r, D_k)  for rows and columns, one for each of r = 2 Tucker ranks
+    S_row   = q_row K_row,  S_col = q_col K_col            (P, R, r, n)    eq. 6; R retrieval heads, each with its keys
     u, v    = leading singular vectors of sum_H C          (R, r)          the Tucker cores C (H, R, r, r) taken as rank 1
     rows, columns: Top-m_key of u^T S_row and v^T S_col                    stage 1, indices only
-    s, i    = Top-m of S_row^T C S_col there, by sum_H     (P, k, H), (P, k)   stage 2, eqs. 7, 11; k = R m
+    s, i    = Top-m of S_row^T C S_col there, by sum_H     (P, k, H), (P, k)   stage 2, eq. 7; k = R m
     i       = Shuffle(i)                                   eq. 8, a fixed permutation: the values do not see the grid
-    p       = P_i (x W_pre)                                (P, k)          eq. 15, the hidden units
+    p       = P_i (h W_pre)                                (P, k)          eq. 15, the hidden units
     y       = sum_k (p s)_k V_i                            (P, D_v)        slice c of H weighted by core c's score
-    x       = x + FFN(x) + y W_out                         eq. 12
+    x       = x + FFN(h) + y W_out                         eq. 12
 
               x --------------+---------------+-------------+
               |             SwiGLU    W_q, keys, core C   W_pre
@@ -22,7 +23,7 @@ activation: choosing is the nonlinearity. The output starts with the FFN's varia
               |               |       scores s   slots i -> P_i . = p
               x <---- + ------+---- W_out -- sum of (p s) V_i
 
-Below the fold: the predecessors (PKM, PEER, Memory+, UltraMem), the MoE to beat, two losses that brought nothing, counts, inspect.
+Below the fold: the predecessors (PKM, PEER, Memory+, UltraMem), the MoE to beat, two auxiliary losses, counts, inspect.
 
     python train.py --model=ultramem                       # --memory=moe | pkm | peer | memory+ | ultramem; --dense=True: none
 """
@@ -56,7 +57,7 @@ class Config:
     n_keys: int = -1              # n: n^2 slots a memory layer (MoE: experts); -1: for the total of 64 experts of which 8 are used
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_m: int = -1               # m, slots picked by each head; -1: 32 L slots a token over all layers (MoE: 8)
-    key_dim: int = -1             # D_k; -1: d/4 with a query per rank, else d/2
+    key_dim: int = -1             # D_k; -1: d/4 with a query per rank, else d/2 (UltraMem d/4)
     value_dim: int = -1           # D_v; -1: 3d/16 (section 4.2.5: D_p : D_v = 1 : 3)
     pre_value_dim: int = -1       # D_p; -1: d/16; 0: plain value embeddings
     pre_activation: bool = False  # GELU of the hidden units, eq. 13 in place of eq. 15
@@ -210,7 +211,8 @@ class MLP(nn.Module):                                          # SwiGLU
 # ================================================================ the idea ================================================================
 
 class Retrieval(nn.Module):
-    """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and their scores (eqs. 6, 7, 11, 8)."""
+    """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and their scores (eqs. 6, 7, 8). As in the
+    published code a head ranks its own grid; in eq. 11 all pairs of h heads' rows and columns do so together, which is `virtual` here, with one core."""
 
     def __init__(self, config):
         super().__init__()
@@ -228,10 +230,10 @@ class Retrieval(nn.Module):
         """x (P, d) -> raw scores (P, k, H), slots (P, k), auxiliary loss."""
         c = self.config
         q = self.q_norm(self.W_q(x).view(len(x), 2, -1, c.key_dim)).expand(-1, -1, RANK, -1)       # (P, 2, r, D_k)
-        s_row, s_col = torch.einsum("psxd,rsxnd->sprxn", q, self.k_norm(self.keys))                # (P, R, r, n) each   eqs. 6, 10
+        s_row, s_col = torch.einsum("psxd,rsxnd->sprxn", q, self.k_norm(self.keys))                # (P, R, r, n) each   eq. 6
         u, v = self.singular_vectors()
         m_key = min(c.top_m, 128, self.keys.size(3))            # section 4.1: at most 128, for the grid is its square
-        scores, cells = tucker_topk(s_row, s_col, u, v, self.core, m_key, c.top_m)                 # eqs. 7, 11
+        scores, cells = tucker_topk(s_row, s_col, u, v, self.core, m_key, c.top_m)                 # eq. 7
         aux = sum(getattr(c, name) * loss(self, s_row, s_col) for name, loss in AUXILIARY.items() if self.training and getattr(c, name))
         return scores.flatten(1, 2), self.perm[cells.flatten(1)], aux                              # eq. 8: Shuffle
 
@@ -412,8 +414,8 @@ class Model(nn.Module):
         """AdamW with weight decay on everything, norms and values too; but lazy Adam (sparse_memory) decays nothing. The published rate is
         for widths from 768 on, narrower models get 768/d times as much."""
         c, (rest, tables) = self.config, ([p for n, p in self.named_parameters() if n.endswith("table") == table] for table in (False, True))
-        rate, constant = learning_rate * max(1.0, 768 / c.n_embd), c.memory == "memory+"           # Memory+: values always at 1e-3
-        values = dict(params=tables, kind="sparse" if c.sparse_memory else "adamw", lr=rate * 2.5 if constant else rate,
+        rate, constant = learning_rate * max(1.0, 768 / c.n_embd), c.memory == "memory+"           # Memory+: values at 1e-3
+        values = dict(params=tables, kind="sparse" if c.sparse_memory else "adamw", lr=1e-3 if constant else rate,
                       weight_decay=weight_decay, schedule=not constant, boost=(c.value_lr, c.value_lr_until))
         return [dict(params=rest, kind="adamw", lr=rate, weight_decay=weight_decay, schedule=True)] + [values] * bool(tables)
 
@@ -422,7 +424,7 @@ class Model(nn.Module):
 
 class UltraMem(UltraMemV2):
     """UltraMem (Huang et al. 2024), V1: a few layers, one query for all ranks, plain values, a projector for each of E blocks of virtual
-    slots (IVE, eqs. 8, 9); what is read before one FFN is added some blocks later. With mem_layers=all: the baseline of Figure 3."""
+    slots (IVE, eqs. 8, 9); what is read before one FFN is added some blocks later."""
 
     @torch.no_grad()
     def init_weights(self, name):                              # the published constants
@@ -500,7 +502,8 @@ class PKM(nn.Module):
 
 
 class MemoryPlus(PKM):
-    """Memory+ (Berges et al. 2024): its layers share one table, and a gate decides what the values are worth here."""
+    """Memory+ (Berges et al. 2024): its layers share one table, and a gate decides what the values are worth here.
+    Beside the FFN as in Table 10; by section 4.2.6 the original stands in its place. Its queries, like PKM's and PEER's, are not normalised."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -594,13 +597,13 @@ MEMORIES |= {"ultramem": UltraMem, "pkm": PKM, "memory+": MemoryPlus, "peer": PE
 shape_227m = dict(n_layer=20, n_embd=768, n_head=12)
 PRESETS |= {
     "ultramem_227m_1.2b": dict(shape_227m, memory="ultramem", n_inner=2752, n_keys=808, key_dim=192, heads=2, top_m=80, value_dim=384),
-    "memoryplus_227m_1.2b": dict(shape_227m, memory="memory+", n_inner=3008, n_keys=1138, key_dim=384, heads=2, top_m=80),
+    "memoryplus_227m_1.2b": dict(shape_227m, memory="memory+", n_inner=3008, n_keys=1138, key_dim=384, heads=2, top_m=80),    # the table's D_v 384 gives 0.70B
     "olmoe_227m_1.2b": dict(shape_227m, memory="moe", n_inner=8 * 384),
     "olmoe_1b_7b": dict(n_layer=16, n_embd=2048, n_head=16, tied=False, memory="moe", n_inner=8 * 1024),
 }
 
 
-# ---------------------------------------------------------------- two losses that bring nothing (section 3.6)
+# ---------------------------------------------------------------- two auxiliary losses (sections 3.6, 4.2.7)
 
 def singular_values(C):
     """C (R, 2, 2) -> (2, R): the larger and the smaller one, from sum of squares |C|^2 and product |det C|."""

@@ -2104,13 +2104,14 @@ def test_ultramem_experts_start_as_the_ffn_does():
     assert table.std((0, 2, 3)).tolist() == pytest.approx([320 ** -0.5, 320 ** -0.5, 1920 ** -0.5], rel=0.03)
 
 
-@pytest.mark.parametrize("memory, ratio, scheduled", [("ultramemv2", 1, True), ("memory+", 2.5, False)])
-def test_ultramem_rates_grow_below_width_768_and_memory_plus_keeps_its_values_constant(memory, ratio, scheduled):
+@pytest.mark.parametrize("memory, value_rate, scheduled", [("ultramemv2", None, True), ("memory+", 1e-3, False)])
+def test_ultramem_rates_grow_below_width_768_and_memory_plus_keeps_its_values_constant(memory, value_rate, scheduled):
     for width, more in ((384, 2), (1536, 1)):
         with torch.device("meta"):
             model = model_ultramem.Model(model_ultramem.Config.from_depth(width // 64, vocab_size=61, memory=memory, value_lr=4))
-        rows = [(g["lr"] / (4e-4 * more), g["weight_decay"], g["schedule"], g.get("boost")) for g in model.param_groups("adamw", 4e-4, 0.1)]
-        assert rows == [(pytest.approx(1), 0.1, True, None), (pytest.approx(ratio), 0.1, scheduled, (4, 0.25))]
+        rows = [(g["lr"], g["weight_decay"], g["schedule"], g.get("boost")) for g in model.param_groups("adamw", 3e-4, 0.1)]
+        rate = pytest.approx(3e-4 * more)
+        assert rows == [(rate, 0.1, True, None), (value_rate or rate, 0.1, scheduled, (4, 0.25))]
 
 
 ULTRAMEM_PAPER = {                # Table 10: total (billions), active (millions); and what our shapes give, where it is not the paper's

@@ -1,10 +1,12 @@
 """UltraMemV2, Table 3: at equal active and total parameters Memory+ > UltraMem > UltraMemV2 in loss, and the last on a par with a mixture of experts.
 
 The sizes of every memory follow from the shape (Config's automatic values): a token's work is that of the dense model's FFN of 4d, the total that of
-64 experts of which 8 are used. The dense model has the active parameters alone. PKM and PEER are not in the paper's table. The paper's numbers are
-evaluation losses at 227M active of 1.2B after 500B tokens; it says that UltraMemV2 starts slowly. With 4 layers Memory+ and PKM have a memory in each,
-UltraMem in three: at this depth the few layers of the older memories are not few. At scale cpu AdamW learns at three times the published rate; Muon, which
-is far ahead for the dense model, takes no experts or values, so that it would favour whoever has fewer of them."""
+64 experts of which 8 are used. UltraMemV2's D_v = D_p = d/4 and 32 values in each layer are Table 10's, so that it reads as many numbers a token as UltraMem.
+The dense model has the active parameters alone. PKM and PEER are not in the paper's table. The paper's numbers are evaluation losses at 227M active of
+1.2B after 500B tokens; it says that UltraMemV2 starts slowly, and calls it on a par with the mixture of experts. With 4 layers Memory+ and PKM have a memory
+in each, UltraMem in three: at this depth the few layers of the older memories are not few. At scale cpu AdamW's learning rate is three times the published
+one (and model_ultramem.py's factor for width makes it nine; Memory+'s values stay at 1e-3); Muon, which is far ahead for the dense model, takes no experts or
+values, so that it would favour whoever has fewer of them."""
 model, metric, baseline, seeds = "ultramem", "val_loss", "dense", 3
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
                gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
@@ -13,7 +15,7 @@ cpu = dict(depth=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=200)                                             # 131M tokens
 variants = {
     "dense": (dict(dense=True), None),
-    "UltraMemV2": (dict(), 2.853),
+    "UltraMemV2": (dict(cpu=dict(value_dim=64, pre_value_dim=64), gpu=dict(value_dim=192, pre_value_dim=192)), 2.853),
     "MoE-8": (dict(memory="moe"), 2.845),
     "UltraMem": (dict(memory="ultramem"), 2.885),
     "Memory+": (dict(memory="memory+"), 2.920),
