@@ -4117,13 +4117,14 @@ def test_an_experiment_runs_seed_by_seed_and_pairs_by_seed(lab):
     for seed in range(3):                                      # "@standard": the checkpoint of the same seed
         started = json.loads((lab / f"out/toy_table-cpu/tuned/s{seed}/ckpt.pt").read_text())["started"]
         assert started["out_dir"] == f"out/toy_table-cpu/standard/s{seed}"
+    once = {"once": (dict(score="0.8"), None, 1), "grown": (dict(score="0.7:0.8:0.9", init_from="@once"), None)}
+    assert [run.needs[-2:] for run in runner.plan(runner.load_experiment(experiment(lab, once), "cpu"), runner.Options(seeds=3), "")] == ["", "s0", "s0", "s0"]
     rows = [json.loads(line) for line in (lab / "experiments/results/toy_table-cpu.jsonl").read_text().splitlines()]
     assert "private" not in str(rows) and {"variant", "overrides", "val_bpb", "data_id", "source_hash"} <= rows[0].keys()
     by_seed = {name: {row["seed"]: row for row in rows if row["variant"] == name} for name in variants}
-    exp = runner.load_experiment(lab / "experiments/toy_table.py", "cpu")
-    assert runner.differences(exp, by_seed, "standard", "Big x1") == pytest.approx([.1, .2, .05])
+    assert runner.differences("val_bpb", by_seed, "standard", "Big x1") == pytest.approx([.1, .2, .05])
     del by_seed["standard"][0]
-    assert runner.differences(exp, by_seed, "standard", "Big x1") == pytest.approx([.2, .05])     # seeds 1 and 2, not the first two of each
+    assert runner.differences("val_bpb", by_seed, "standard", "Big x1") == pytest.approx([.2, .05])     # seeds 1 and 2, not the first two of each
 
 
 def test_an_interrupted_table_goes_on(lab, capsys):
@@ -4244,6 +4245,7 @@ def test_a_variant_may_have_data_of_its_own_and_start_from_another_experiment(la
         (lab / f"data/{name}").mkdir(parents=True)
         (lab / f"data/{name}/meta.json").write_text(json.dumps({"data_id": f"id-{name}"}))
     (lab / "out/other-cpu/base/s0").mkdir(parents=True)
+    experiment(lab, {"base": ({}, None)}).rename(lab / "experiments/other.py")
     (lab / "out/other-cpu/base/s0/ckpt.pt").write_text('{"score": "from the other"}')
     variants = {"base": (dict(score="1.0", dataset="@_old"), None), "grown": (dict(score="0.9", init_from="@base"), None),
                 "far": (dict(score="0.8", init_from="@other/base"), None)}
@@ -4257,6 +4259,10 @@ def test_a_variant_may_have_data_of_its_own_and_start_from_another_experiment(la
     by_seed = {row["variant"]: {0: row | dict(train_loss=.25, step_ms=None)} for row in rows}
     table = runner.table(runner.load_experiment(path, "cpu"), runner.Options(), by_seed)
     assert "| far | +0 | 0.8000 | -0.1000 | - | - | 0.2500 | - | 1 |" in table and "| train_loss | step time |" in table
+    by_seed["grown"][0]["train_loss"] = .75                    # a claim about another column
+    exp = runner.load_experiment(experiment(lab, variants, claims=["grown > far", "train_loss: grown > far"], also=("train_loss",)), "cpu")
+    table = runner.table(exp, runner.Options(), by_seed)
+    assert "| grown > far | +0.1000 | - | 1 | " in table and "| train_loss: grown > far | +0.5000 | - | 1 | sign agrees" in table
     file.write_text(file.read_text().replace("id-new_old", "id-older") + json.dumps(rows[0] | {"seed": 1}) + "\n")
     with pytest.raises(ConfigError, match="id-new_old, id-older"):
         runner.main(path, [*flags, "--table_only=True", "--only=grown"])
@@ -4304,6 +4310,7 @@ def test_an_experiment_prepares_its_data_once(lab):
     (dict(variants={"A x1": ({}, 1), "a-x1": ({}, 1)}), [], "variant 'a-x1' has a comma or the same folder name as 'A x1': a-x1"),
     (dict(variants={"A, B": ({}, 1)}), [], "variant 'A, B' has a comma"),
     (dict(variants={"A": (dict(init_from="@B"), 1), "B": ({}, 1)}), [], "'A' has init_from='@B', which must name a variant above it"),
+    (dict(claims=["train_loss: standard > Big x1"]), [], "a claim is about 'train_loss', which is no column (val_bpb)"),
     ({}, ["--scale=tpu"], "--scale=tpu: must be cpu or gpu"),
     ({}, ["--only=standard,Big x9"], "there is no variant 'Big x9', but standard, Big x1, Big x2"),
     ({}, ["--seed=1"], "seeds"),
@@ -4382,7 +4389,7 @@ def test_the_experiments_here_fit_their_models():
             continue
         exp = runner.load_experiment(path, scale)
         assert exp["name"] == path.stem                        # also where the file's loops run over names
-        assert all(runner.paper(exp, a, b) is None or runner.paper(exp, a, b) > 0 for a, b in runner.pairs(exp)), path
+        assert all(runner.paper(exp, a, b) is None or runner.paper(exp, a, b) > 0 for a, b, _ in runner.pairs(exp)), path
         for name in exp["variants"]:
             chosen = runner.settings(exp, scale, name)
             module = importlib.import_module(f"model_{chosen['model']}")

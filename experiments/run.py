@@ -101,8 +101,10 @@ def load_experiment(path, scale):
     if not isinstance(exp["baseline"], dict):                   # one for all; a dict has each variant's own
         exp["baseline"] = dict.fromkeys(exp["variants"], exp["baseline"])
     exp["minus"] = next(iter(exp["baseline"].values())) if len({*exp["baseline"].values()}) == 1 else "its baseline"
-    if unknown := [n for n in (*exp["baseline"], *exp["baseline"].values(), *sum(pairs(exp), ())) if n not in exp["variants"]]:
+    if unknown := [n for n in (*exp["baseline"], *exp["baseline"].values(), *sum([[a, b] for a, b, _ in pairs(exp)], [])) if n not in exp["variants"]]:
         raise ConfigError(f"{path}: baseline or claims name {unknown[0]!r}, which is no variant ({', '.join(exp['variants'])})")
+    if unknown := [column for _, _, column in pairs(exp) if column not in (exp["metric"], *exp["also"])]:
+        raise ConfigError(f"{path}: a claim is about {unknown[0]!r}, which is no column ({', '.join([exp['metric'], *exp['also']])})")
     exp["variants"] = {name: (*value, 10**6)[:3] for name, value in exp["variants"].items()}
     return exp
 
@@ -112,9 +114,17 @@ def slug(name):
 
 
 def pairs(exp):
-    """(A, B) of every "A > B" in the claims."""
-    chains = [[name.strip() for name in claim.split(">")] for claim in exp["claims"]]
-    return [pair for chain in chains for pair in zip(chain, chain[1:])]
+    """(A, B, column) of every "A > B" in the claims; the column is the metric, in "column: A > B" another one."""
+    found = []
+    for claim in exp["claims"]:
+        column, chain = claim.split(": ", 1) if ": " in claim else (exp["metric"], claim)
+        names = [name.strip() for name in chain.split(">")]
+        found += [(a, b, column) for a, b in zip(names, names[1:])]
+    return found
+
+
+def says(exp, a, b, column):
+    return f"{column}: " * (column != exp["metric"]) + f"{a} > {b}"
 
 
 def settings(exp, scale, name):
@@ -154,7 +164,9 @@ def plan(exp, opt, dataset):
             keys, needs = settings(exp, opt.scale, name), ""
             if str(keys.get("init_from", "")).startswith("@"):
                 other, _, start = keys["init_from"][1:].rpartition("/")                  # the part before / is another experiment
-                needs = f"{opt.out}/{other or exp['name']}-{opt.scale}/{slug(start)}/s{seed}"
+                theirs = load_experiment(ROOT / "experiments" / f"{other}.py", opt.scale) if other else exp
+                last = {slug(n): variant[2] for n, variant in theirs["variants"].items()}.get(slug(start), 1) - 1   # a base may have fewer seeds
+                needs = f"{opt.out}/{other or exp['name']}-{opt.scale}/{slug(start)}/s{min(seed, last)}"
                 keys["init_from"] = f"{needs}/ckpt.pt"
             own = keys.pop("dataset", "@").replace("@", dataset)                         # "@" is the experiment's own folder
             keys |= {"seed": seed, **({"dataset": own} if own else {})}
@@ -261,9 +273,9 @@ def results_of(path, scale):
     return rows
 
 
-def differences(exp, rows, a, b):
-    """A's metric minus B's, of the seeds that both have."""
-    return [rows[a][seed][exp["metric"]] - rows[b][seed][exp["metric"]] for seed in rows[a] if seed in rows[b]]
+def differences(column, rows, a, b):
+    """A's value of the column minus B's, of the seeds that both have."""
+    return [rows[a][seed][column] - rows[b][seed][column] for seed in rows[a] if seed in rows[b]]
 
 
 def noise(d):
@@ -301,16 +313,16 @@ def table(exp, opt, rows):
         times = [a["step_ms"] / b["step_ms"] for a, b in alike if a["step_ms"] and b["step_ms"]]         # no steps, no time
         total = [a["params"]["total"] - (name != base) * b["params"]["total"] for a, b in both]
         cells = [name + " †" * any(row["source_hash"] != now for row in mine.values()), f"{total[0]:{'+' * (name != base)},}" if both else "-",
-                 text([row[metric] for row in mine.values()]), text(differences(exp, rows, name, base) if name != base else [], "+"),
+                 text([row[metric] for row in mine.values()]), text(differences(metric, rows, name, base) if name != base else [], "+"),
                  "-" if printed is None else f"{printed:.5g}", text([d] if name != base and (d := paper(exp, name, base)) is not None else [], "+"),
                  *(text([row[m] for row in mine.values() if row.get(m) is not None]) for m in exp["also"]),
                  f"{mean(times):.2f}x" if times else "-", str(len(mine))]
         lines.append(f"| {' | '.join(cells)} |")
     if exp["claims"]:
         lines += ["", "| claim | difference | paper's | seeds | verdict |", "| --- " * 5 + "|"]
-    for a, b in pairs(exp):
-        d, printed = differences(exp, rows, a, b), paper(exp, a, b)
-        lines.append(f"| {a} > {b} | {text(d, '+')} | {text([] if printed is None else [printed], '+')} | {len(d)} | {verdict(d)} |")
+    for a, b, column in pairs(exp):
+        d, printed = differences(column, rows, a, b), paper(exp, a, b)
+        lines.append(f"| {says(exp, a, b, column)} | {text(d, '+')} | {text([] if printed is None else [printed], '+')} | {len(d)} | {verdict(d)} |")
     facts = {key: ", ".join(dict.fromkeys(str(row[key]) for name in rows for row in rows[name].values()))
              for key in ("tokens", "data_id", "device", "threads", "torch", "commit")}
     lines += ["", "Mean ± standard deviation over seeds; differences are paired by seed." + " † Older sources than the present ones." * any("†" in x for x in lines),
@@ -329,7 +341,7 @@ def claims_table():
                     waiting.append(claim)
                 else:
                     lines.append(f"| [{report.stem}](results/{report.name}) | {claim} | {printed} | {here} | {seeds} | {said} |")
-        if waiting := waiting if reports else [f"{a} > {b}" for a, b in pairs(load_experiment(path, "gpu"))]:
+        if waiting := waiting if reports else [says(exp, *pair) for exp in [load_experiment(path, "gpu")] for pair in pairs(exp)]:
             more = f" and {len(waiting) - 4} more" * (len(waiting) > 4)
             lines.append(f"| {path.stem} | {'; '.join(waiting[:4])}{more} | - | - | 0 | not run |")
     return "\n".join(lines) + "\n"
@@ -342,7 +354,7 @@ def plot(exp, rows, file):
     fig = Figure(figsize=(7, 1.5 + 0.4 * len(names)), layout="constrained")
     ax = fig.subplots()
     for y, name in enumerate(names):
-        if d := differences(exp, rows, name, bases[name]):
+        if d := differences(exp["metric"], rows, name, bases[name]):
             ax.plot(d, [y] * len(d), ".", color="C0", alpha=0.5)
             ax.errorbar(mean(d), y, xerr=noise(d) if len(d) > 1 else None, fmt="o", color="C0", capsize=4, label="here, one-sided 95%")
         if (printed := paper(exp, name, bases[name])) is not None:

@@ -90,14 +90,14 @@ def more_steps(rows, title, ratio):
     """What the baseline would gain in bits per byte by `ratio` times the tokens: as much per doubling as it gained by the last one. Curves flatten,
     so this flatters the baseline."""
     before = baseline[baseline[title]] if "continued" in baseline[title] else f"{baseline[title]} x0.5"
-    return math.log2(ratio) * mean(run.differences({"metric": metric}, rows, before, baseline[title]))
+    return math.log2(ratio) * mean(run.differences(metric, rows, before, baseline[title]))
 
 
 def table(rows, measured):
     lines = ["| memory | parameters | step time | memory in training | decoding | bpb of its baseline | gain, equal tokens | gain, equal time | verdict | seeds |",
              "| --- " * 10 + "|"]
     for title, ratios in measured["ratios"].items():
-        base, gain = baseline[title], run.differences({"metric": metric}, rows, baseline[title], title)
+        base, gain = baseline[title], run.differences(metric, rows, baseline[title], title)
         added = rows[title][0]["params"]["total"] - rows[base][0]["params"]["total"]
         verdict = run.verdict(gain).replace("holds", "worth it").replace("reversed", "worse")
         in_time = mean(gain) - more_steps(rows, title, ratios["step"])
@@ -120,7 +120,7 @@ def pictures(rows, measured, stem):
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
     for n, (title, ratios) in enumerate(measured["ratios"].items()):
-        gain = run.differences({"metric": metric}, rows, baseline[title], title)
+        gain = run.differences(metric, rows, baseline[title], title)
         axes.errorbar(ratios["step"], mean(gain), yerr=run.noise(gain) if len(gain) > 1 else None, fmt="o", capsize=4, color=f"C{n}", label=title)
         axes.plot(ratios["step"], mean(gain) - more_steps(rows, title, ratios["step"]), "v", mfc="none", color=f"C{n}")
     axes.plot([], [], "v", mfc="none", color="grey", label="at equal time")
