@@ -4709,8 +4709,8 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
         assert 0 <= result["recall"] <= 0.5 and f"recall {result['recall']:.3f}" in capsys.readouterr().out and "new_100" in result
     analysis.main(["retrieval", f"--runs={tmp_path / 'hiermem'}"])
     found = json.loads((tmp_path / "hiermem" / "analysis_retrieval.json").read_text())[str(tmp_path / "hiermem")]
-    assert list(found) == ["whole sequence", "first 32 tokens", "wrong", "generic", "none"] and (tmp_path / "hiermem" / "analysis_retrieval.png").exists()
-    assert found["first 32 tokens"].keys() == found["none"].keys() == {"loss", *(k for k in result if k.startswith(("recall", "new_")))}
+    assert list(found) == ["whole sequence", "first 32 tokens", "level 1 blocked", "level 2 blocked", "wrong", "generic", "none"] and (tmp_path / "hiermem" / "analysis_retrieval.png").exists()
+    assert found["first 32 tokens"].keys() == found["level 2 blocked"].keys() == found["none"].keys() == {"loss", *(k for k in result if k.startswith(("recall", "new_")))}
     with pytest.raises(ConfigError, match="is for --model=hiermem"):
         analysis.main(["retrieval", f"--runs={tmp_path / 'lime'}"])
 
@@ -4731,6 +4731,15 @@ def test_facts_errors(flags, message, tmp_path, facts_folder, monkeypatch):
 
 
 # ---------------------------------------------------------------- experiments/analysis.py
+
+def test_the_path_without_the_best_node_of_a_level():
+    tree, x = SimpleNamespace(), torch.tensor([[0.1, 0.1], [0.9, 0.2], [3.1, 0.0], [0.2, 1.2]])
+    tree.path = lambda rows, blocked=(): model_hiermem.walk(torch.stack(list(rows)), [torch.tensor([[0.5, 0.5], [3., 0.]]),
+                                                            torch.tensor([[0., 0.], [1., 0.], [3., 0.], [4., 0.]])], blocked)
+    assert tree.path(x).tolist() == [[0, 0], [0, 1], [1, 2], [0, 0]]
+    assert analysis.without_best(tree, list(x), 1).tolist() == [[1, 2], [1, 2], [0, 1], [1, 2]]
+    assert analysis.without_best(tree, list(x), 2).tolist() == [[0, 1], [0, 0], [1, 3], [0, 1]]
+
 
 def test_entropy_of_equal_and_of_orthogonal_vectors():
     same, orthogonal = torch.randn(1, 40).expand(9, 40), 3 * torch.linalg.qr(torch.randn(40, 40))[0]

@@ -203,7 +203,8 @@ def probe_blimp(model, tok, folder, c):
 @torch.no_grad()
 def retrieval(model, tok, folder, c, prefix=32):
     """Losses (nats) of the validation tokens after the first 32 of each sequence, and where the folder has facts their recall, by what is fetched: the
-    memories of the whole sequence's leaf (which has seen the targets), of the first 32 tokens' path, of another sequence's leaf, the generic ones, none."""
+    memories of the whole sequence's leaf (which has seen the targets), of the first 32 tokens' path, of that without its best node of a level (Figure
+    6b), of another sequence's leaf, the generic ones, none."""
     from model_hiermem import Retriever
     from experiments.tasks import recall
     if not getattr(model.config, "retriever", ""):
@@ -212,17 +213,31 @@ def retrieval(model, tok, folder, c, prefix=32):
     windows = range(min(data.n_windows, c.sequences * 4))
     x, y = data.batch(windows)
     y[:, :prefix], whole, n = -1, data.context(windows)["leaf"], model.config.nodes[-1]
-    asked = Retriever.load(Path(folder, "retriever.npz")).path([tok.decode(row[1:prefix + 1].tolist()) for row in x])[:, -1]
-    modes = {"whole sequence": whole, "first 32 tokens": asked, "wrong": (whole + n // 2) % n, "generic": torch.full_like(whole, -1), "none": None}
+    tree, texts = Retriever.load(Path(folder, "retriever.npz")), [tok.decode(row[1:prefix + 1].tolist()) for row in x]
+    blocked = {f"level {level} blocked": without_best(tree, texts, level)[:, -1] for level in range(1, len(model.config.nodes) + 1)}
+    facts = Path(folder, "facts.jsonl").read_text().splitlines() if Path(folder, "facts.jsonl").exists() else []
+    prompts = [tok.decode([t for t in json.loads(line)["prompt"] if t != tok.eot]) for line in facts]
+    modes = {"whole sequence": whole, "first 32 tokens": tree.path(texts)[:, -1], **blocked, "wrong": (whole + n // 2) % n, "generic": torch.full_like(whole, -1), "none": None}
     for mode, leaf in modes.items():
         sums = torch.zeros(2, dtype=torch.float64)
         for at in torch.arange(len(x)).split(16):
             loss = model(x[at].to(c.device), y[at].to(c.device), leaf=None if leaf is None else leaf[at].to(c.device))[1].item()
             sums += torch.tensor([loss, 1.0]) * (y[at] >= 0).sum()
         found[mode] = {"loss": float(sums[0] / sums[1])}
-        if Path(folder, "facts.jsonl").exists() and mode in ("first 32 tokens", "generic", "none"):
-            found[mode] |= recall(model, folder, {"first 32 tokens": "", "generic": -1, "none": None}[mode])
+        if facts and mode not in ("whole sequence", "wrong"):
+            found[mode] |= recall(model, folder, without_best(tree, prompts, int(mode.split()[1]))[:, -1].tolist() if mode in blocked else
+                                  {"first 32 tokens": "", "generic": -1, "none": None}[mode])
     return found
+
+
+def without_best(tree, texts, level):
+    """-> (N, p), each text's path where the node that it would take at this level may not be entered."""
+    path = tree.path(texts)
+    best = path[:, level - 1].clone()
+    for node in best.unique().tolist():
+        mine = (best == node).nonzero()[:, 0]
+        path[mine] = tree.path([texts[i] for i in mine], [(level, node)])
+    return path
 
 
 def draw_retrieval(file, found, label):

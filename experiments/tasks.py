@@ -352,7 +352,7 @@ def write_questions(c, folder):
 @torch.no_grad()
 def recall(model, folder, leaf="", batch_size=64):
     """{"recall": of the prompts in a form of the text, "recall_N": of those with N mentions, "new_N": in a new form}. leaf: for a model that
-    fetches, instead of the leaf that each prompt leads to; -1 the generic memory, None no memory."""
+    fetches, instead of the leaf that each prompt leads to; -1 the generic memory, None no memory, or a list with each prompt's."""
     rows = [json.loads(line) for line in (Path(folder) / "facts.jsonl").read_text().splitlines()]
     device, right = next(model.parameters()).device, []
     for n in range(0, len(rows), batch_size):
@@ -360,7 +360,8 @@ def recall(model, folder, leaf="", batch_size=64):
         idx = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["prompt"]) for row in part], batch_first=True).to(device)
         context = {}
         if hasattr(model, "training_context") and "leaf" in part[0]:
-            context["leaf"] = None if leaf is None else torch.tensor([row["leaf"] if leaf == "" else leaf for row in part], device=device)
+            leaves = leaf[n:n + batch_size] if isinstance(leaf, list) else [row["leaf"] if leaf == "" else leaf for row in part]
+            context["leaf"] = None if leaf is None else torch.tensor(leaves, device=device)
         logits = model(idx, **context)[0]
         for row, at in zip(part, logits):
             options = at[len(row["prompt"]) - 1, row["options"]]
