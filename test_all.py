@@ -4741,6 +4741,36 @@ def test_the_path_without_the_best_node_of_a_level():
     assert analysis.without_best(tree, list(x), 2).tolist() == [[0, 1], [0, 0], [1, 3], [0, 1]]
 
 
+def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered):
+    """A stand-in for the model sees what is asked of it; the text in between was in training, is of the leaf, and no other there is nearer."""
+    seen, tok, tree = [], get_tokenizer(str(clustered)), Retriever.load(clustered / "retriever.npz")
+
+    def model(idx, targets, leaf):
+        seen.append((idx, targets))
+        return None, torch.tensor(1.0)
+
+    model.config = SimpleNamespace(block_size=32)
+    found = analysis.rag(model, tok, clustered, SimpleNamespace(datastore=10 ** 6, sequences=4, device="cpu"))
+    assert list(found) == ["nothing", "nearest to 32 tokens", "nearest to the whole", "any text"] and all(v == {"loss": 1.0} for v in found.values())
+    assert len(seen) == 4 and [idx.shape for idx, _ in seen] == [(16, 16)] + [(16, 31)] * 3          # 4 * 4 sequences, 16 tokens of text
+    data = TokenShards(clustered, "train", 32)
+    rows = data.batch(range(data.n_windows))[0][:, 1:16]
+    plain, asked = [(row[1:], target[target >= 0]) for row, target in zip(*seen[0])], [text for text in rows if 256 not in text]
+    known = {tuple(text.tolist()): leaf for text, leaf in zip(rows, data.context(range(data.n_windows))["leaf"].tolist())}
+    vectors = lambda texts: tree.embedder([tok.decode(text.tolist()) for text in texts])
+    distance = {8: torch.cdist(vectors([text[:8] for text, _ in plain]), vectors(asked)), 15: torch.cdist(vectors([text for text, _ in plain]), vectors(asked))}
+    for (idx, targets), length in zip(seen[1:], (8, 15, None)):
+        for n, (row, target, (text, wanted)) in enumerate(zip(idx, targets, plain)):
+            assert row[0] == 256 and torch.equal(row[16:], text) and torch.equal(target[target >= 0], wanted)
+            assert all(row[t + 1] == target[t] for t in range(30) if target[t] >= 0) and (target[:15 + 8] == -1).all()
+            assert tuple(row[1:16].tolist()) in known
+            if length:
+                leaf = tree.path([tok.decode(text[:length].tolist())])[0, -1]
+                at = torch.tensor([known[tuple(other.tolist())] == leaf for other in asked])
+                chosen = next(i for i, other in enumerate(asked) if torch.equal(other, row[1:16]))
+                assert known[tuple(row[1:16].tolist())] == leaf and distance[length][n, chosen] == distance[length][n][at].min()
+
+
 def test_entropy_of_equal_and_of_orthogonal_vectors():
     same, orthogonal = torch.randn(1, 40).expand(9, 40), 3 * torch.linalg.qr(torch.randn(40, 40))[0]
     two = torch.cat((orthogonal[:1].expand(6, 40), orthogonal[1:2].expand(3, 40)))       # eigenvalues in parts 2/3 and 1/3

@@ -4,6 +4,7 @@
     python experiments/analysis.py separability --runs=out/lime-d4,out/lime-d4-dense       # of is, are, was, were, by a linear classifier
     python experiments/analysis.py blimp --blimp=FOLDER --runs=out/lime-d4,out/lime-d4-dense    # grammatical or not? by a linear classifier
     python experiments/analysis.py retrieval --runs=out/hiermem-d4                         # loss with fetched, generic, wrong and no memories
+    python experiments/analysis.py rag --runs=out/hiermem-d4-dense                         # loss with a retrieved text in the context
     python experiments/analysis.py router --runs=out/lime-d4                               # which layers each layer reads
     python experiments/analysis.py importance --dataset=ebooks --runs=out/base,out/midus   # of every attention head, before CPT and after
     python experiments/analysis.py slots --runs=out/midus                                  # which memory slots each head uses
@@ -36,7 +37,8 @@ from sample import generate, load_model
 runs = ""                     # folders of runs (or ckpt.pt files), by commas
 out = ""                      # folder to write; empty: the first run's
 dataset = ""                  # data folder; empty: the one that the first run was trained on
-sequences = 64                # entropy, importance, slots: validation windows
+sequences = 64                # entropy, importance, slots: validation windows (retrieval, rag: four times as many)
+datastore = 20000             # rag: training texts to retrieve from
 alpha = 0.5                   # entropy: its order
 projected = False             # entropy, separability, blimp: of what W_V puts out, as LIMe's text has it, not of what its code measures, the routed values
 occurrences = 1100            # separability: of each word
@@ -246,12 +248,49 @@ def draw_retrieval(file, found, label):
     for axes, (run, modes) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found.items()):
         print(run)
         for mode, values in modes.items():
-            print(f"  {mode:16}", *(f"{key} {value:.4f}" for key, value in values.items()), sep="  ")
+            print(f"  {mode:20}", *(f"{key} {value:.4f}" for key, value in values.items()), sep="  ")
         losses = [values["loss"] for values in modes.values()]
         axes.barh(list(modes), losses)
         axes.invert_yaxis()
         axes.set(title=run, xlabel=label, xlim=(min(losses) - 0.1, max(losses) + 0.02))
     figure.savefig(file, dpi=120)
+
+
+@torch.no_grad()
+def rag(model, tok, folder, c, prefix=32):
+    """Losses (nats) of the first half of the validation sequences, from the 32nd token on, after a training text that takes the other half of the
+    context (vanilla retrieval-augmented generation, Appendix H): nothing, the nearest to the first 32 tokens in their leaf, the nearest to the whole
+    text in its leaf, any text. So the model must have been trained with twice the context that it is compared in: prepare_fineweb.py --block_size=512."""
+    from model_hiermem import Retriever, walk
+    data = {split: TokenShards(folder, split, model.config.block_size) for split in ("train", "val")}
+    if data["val"].leaves is None:
+        raise ConfigError(f"`rag` retrieves within a leaf, and {folder} has no tree: prepare_fineweb.py --clusters= makes one")
+    tree, half, found = Retriever.load(Path(folder, "retriever.npz")), model.config.block_size // 2, {}
+    prefix = min(prefix, half // 2)
+    embed = lambda rows: tree.embedder([tok.decode(row.tolist()) for row in rows])
+    store = torch.linspace(0, data["train"].n_windows - 1, min(c.datastore, data["train"].n_windows)).long()
+    texts = data["train"].batch(store)[0][:, 1:half]
+    store, texts = (rows[(texts != tok.eot).all(1)] for rows in (store, texts))          # of one document each: what is before an eot is not attended to
+    stored, leaves = embed(texts), data["train"].context(store)["leaf"]
+    x, y = (rows[:, :half] for rows in data["val"].batch(range(data["val"].n_windows)))
+    x, y = (rows[(x[:, 1:] != tok.eot).all(1)][:c.sequences * 4] for rows in (x, y))
+
+    def nearest(queries):
+        vectors = embed(queries)
+        other = walk(vectors, tree.centroids)[:, -1:] != leaves
+        if other.all(1).any():
+            raise ConfigError(f"datastore={c.datastore} leaves a leaf without a text: give more")
+        return texts[torch.cdist(vectors, stored).masked_fill(other, torch.inf).argmin(1)]
+
+    any_text = texts[torch.randint(len(texts), (len(x),), generator=torch.Generator().manual_seed(0))]
+    before = {"nothing": texts[:1, :0].expand(len(x), 0), "nearest to 32 tokens": nearest(x[:, 1:prefix + 1]), "nearest to the whole": nearest(x[:, 1:]),
+              "any text": any_text}
+    for mode, rows in before.items():
+        idx, targets = torch.cat((torch.full_like(x[:, :1], tok.eot), rows, x[:, 1:]), 1), torch.cat((torch.full_like(rows, -1), y), 1)
+        targets[:, :rows.size(1) + prefix] = -1
+        losses = [(model(a.to(c.device), b.to(c.device), leaf=None)[1].item(), int((b >= 0).sum())) for a, b in zip(idx.split(16), targets.split(16))]
+        found[mode] = {"loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses)}
+    return found
 
 
 # ---------------------------------------------------------------- routers
@@ -470,6 +509,7 @@ def draw_timings(file, found, label):
 
 ANALYSES = {"entropy": (entropy, draw_layers, "Renyi entropy (nats)"), "separability": (separability, draw_layers, "accuracy"),
             "blimp": (probe_blimp, draw_layers, "accuracy"), "retrieval": (retrieval, draw_retrieval, "validation loss (nats)"),
+            "rag": (rag, draw_retrieval, "validation loss (nats)"),
             "router": (router_maps, draw_router, "share"), "importance": (importance, draw_importance, "importance IS_h"),
             "slots": (slot_use, draw_slots, "share of dead slots"), "timings": (lambda model, *others: model, draw_timings, "ms")}
 
