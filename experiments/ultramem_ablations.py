@@ -5,7 +5,7 @@ model, metric, baseline, seeds = "ultramem", "val_loss", "V2", 2
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
                gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
 cpu = dict(depth=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=256, eval_tokens=131072, sample_tokens=0,
-           learning_rate=12e-4, schedule="wsd", value_dim=64, pre_value_dim=64)                       # 1.05M tokens; V2 is ultramem_table3's
+           schedule="wsd", value_dim=64, pre_value_dim=64)                       # 1.05M tokens; V2 is ultramem_table3's
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=200, value_dim=192, pre_value_dim=192)
 each = lambda cpu, gpu, **same: dict(same, cpu=cpu, gpu=gpu)
 half = each(dict(n_keys=146), dict(n_keys=254))                  # n / sqrt(2): half the slots
