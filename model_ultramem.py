@@ -412,18 +412,12 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """AdamW with weight decay on everything, norms and values too; but lazy Adam (sparse_memory) decays nothing. The published rate is
-        for widths from 768 on; matrices of narrower models get 768/d times as much, vectors not: a score has four factors of the norms'
-        weights, so that a high rate of theirs switches a memory off before its values have learned anything."""
-        c, rate, constant = self.config, learning_rate * max(1.0, 768 / self.config.n_embd), self.config.memory == "memory+"
-        named = list(self.named_parameters())
-        tables, vectors = [p for n, p in named if n.endswith("table")], [p for _, p in named if p.ndim == 1]
-        matrices = [p for n, p in named if p.ndim > 1 and not n.endswith("table")]
-        groups = [dict(params=params, kind="adamw", lr=lr, weight_decay=weight_decay, schedule=True)
-                  for params, lr in ((matrices, rate), (vectors, learning_rate))]
-        if tables:                                             # Memory+: its values learn at 1e-3 from beginning to end
-            groups.append(dict(params=tables, kind="sparse" if c.sparse_memory else "adamw", lr=1e-3 if constant else rate,
-                               weight_decay=weight_decay, schedule=not constant, boost=(c.value_lr, c.value_lr_until)))
-        return groups
+        for widths from 768 on, narrower models get 768/d times as much."""
+        c, (rest, tables) = self.config, ([p for n, p in self.named_parameters() if n.endswith("table") == table] for table in (False, True))
+        rate, constant = learning_rate * max(1.0, 768 / c.n_embd), c.memory == "memory+"           # Memory+: values at 1e-3
+        values = dict(params=tables, kind="sparse" if c.sparse_memory else "adamw", lr=1e-3 if constant else rate,
+                      weight_decay=weight_decay, schedule=not constant, boost=(c.value_lr, c.value_lr_until))
+        return [dict(params=rest, kind="adamw", lr=rate, weight_decay=weight_decay, schedule=True)] + [values] * bool(tables)
 
 
 # ================================================================ below the fold: baselines, ablations, foreign checkpoints ==============
