@@ -6,8 +6,7 @@ are tiny experts: a pre-value row P_i, a value row V_i, no activation. They stan
 cell (i, j) scores by a small bilinear form of row i's and column j's scores: 4n dot products rank n^2 experts. No softmax, no
 activation: choosing is the nonlinearity. The output starts with the FFN's variance (Appendix 6), or training diverges.
 
-    h       = RMSNorm(x)                                   (P, d)          what the FFN reads: the x of the paper's equations
-    q       = RMSNorm(h W_q)                               (P, 2, r, D_k)  for rows and columns, one for each of r = 2 Tucker ranks
+    q       = RMSNorm(h W_q),  h = RMSNorm(x), FFN's input (P, 2, r, D_k)  for rows and columns, one for each of r = 2 Tucker ranks
     S_row   = q_row K_row,  S_col = q_col K_col            (P, R, r, n)    eq. 6; R retrieval heads, each with its keys
     u, v    = leading singular vectors of sum_H C          (R, r)          the Tucker cores C (H, R, r, r) taken as rank 1
     rows, columns: Top-m_key of u^T S_row and v^T S_col                    stage 1, indices only
@@ -211,8 +210,7 @@ class MLP(nn.Module):                                          # SwiGLU
 # ================================================================ the idea ================================================================
 
 class Retrieval(nn.Module):
-    """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and their scores (eqs. 6, 7, 8). As in the
-    published code a head ranks its own grid; in eq. 11 all pairs of h heads' rows and columns do so together, which is `virtual` here, with one core."""
+    """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8); a head ranks its own grid, in eq. 11 all pairs do."""
 
     def __init__(self, config):
         super().__init__()
