@@ -219,7 +219,8 @@ def retrieval(model, tok, folder, c, prefix=32):
     blocked = {f"level {level} blocked": without_best(tree, texts, level)[:, -1] for level in range(1, len(model.config.nodes) + 1)}
     facts = Path(folder, "facts.jsonl").read_text().splitlines() if Path(folder, "facts.jsonl").exists() else []
     prompts = [tok.decode([t for t in json.loads(line)["prompt"] if t != tok.eot]) for line in facts]
-    modes = {"whole sequence": whole, "first 32 tokens": tree.path(texts)[:, -1], **blocked, "wrong": (whole + n // 2) % n, "generic": torch.full_like(whole, -1), "none": None}
+    modes = {"whole sequence": whole, "first 32 tokens": tree.path(texts)[:, -1], **blocked, "wrong": (whole + n // 2) % n,
+             "generic": torch.full_like(whole, -1), "none": None}
     for mode, leaf in modes.items():
         sums = torch.zeros(2, dtype=torch.float64)
         for at in torch.arange(len(x)).split(16):

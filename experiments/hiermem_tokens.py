@@ -1,8 +1,9 @@
 """Hierarchical memories, Figures 7 and 8: memories keep gaining with the tokens that they have seen, and fetched ones more than the generic one.
 
 Of one level of 64 nodes, on hiermem_memories.py's anchor, frozen or learning on: `python train.py experiments/hiermem_memories.py --only=anchor`
-first. A variant's name has its tokens as a multiple of 1.05M (gpu: 131M); each is a whole schedule. The bank has 2.75M numbers (gpu: 220M): 0.1 to 1.5
-tokens for each, where the paper has 1 to 312. `python experiments/analysis.py retrieval` then gives each run's loss with the generic memories: the gap of Figure 8."""
+first. A variant's name has its tokens as a multiple of 1.05M (gpu: 131M); each is a whole schedule. The bank has 2.75M numbers (gpu: 220M): 0.1 to
+1.5 tokens for each, where the paper has 1 to 312. `python experiments/analysis.py retrieval` then gives each run's loss with the generic memories:
+the gap of Figure 8."""
 from experiments.hiermem_memories import cpu, gpu, prepare
 
 model, metric, baseline, seeds = "hiermem", "val_loss", {}, 1

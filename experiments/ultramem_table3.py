@@ -5,7 +5,7 @@ The sizes of every memory follow from the shape (Config's automatic values): a t
 The dense model has the active parameters alone. PKM and PEER are not in the paper's table. The paper's numbers are evaluation losses at 227M active of
 1.2B after 500B tokens; it says that UltraMemV2 starts slowly, and calls it on a par with the mixture of experts. With 4 layers Memory+ and PKM have a memory
 in each, UltraMem in three: at this depth the few layers of the older memories are not few. The learning rate is the published one (times 3 at width 256;
-Memory+'s values stay at 1e-3): at three times that the models switch their memories off, with outputs of 0.000 to 0.4 beside the FFN's 4 to 18, while
+Memory+'s values stay at 1e-3): at three times that the memories after the first layer go off, with outputs of 0.000 to 0.4 beside the FFN's 4 to 18, while
 MoE's experts gain 0.13 nats and the dense model loses 0.24. So each variant's rate is to be swept before an order is believed.
 Muon, which is far ahead for the dense model, takes no experts or values, so that it would favour whoever has fewer of them."""
 model, metric, baseline, seeds = "ultramem", "val_loss", "dense", 3
