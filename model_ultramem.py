@@ -65,7 +65,7 @@ class Config:
     virtual: int = -1             # E, blocks of virtual slots over the same values (IVE), a square; -1: 1 (UltraMem 4)
     projectors: int = -1          # 1, or E: a W_out for each block of virtual slots (eq. 9); -1: 1 (UltraMem E)
     share: str = ""               # ring:g | noring:g | block:g: a layer picks from g layers' tables (4.2.8); one: all have one table (Memory+)
-    init_match: str = "paper"     # paper: the variance of eq. 25; silu: that of the SwiGLU FFN as it is, 1.8 times less std
+    init_match: str = "paper"     # paper: the variance of eq. 25 (MoE: OLMoE's gates); silu: that of the SwiGLU FFN as it is, 1.8 times less std
     value_lr: float = 1.0         # values' and pre-values' learning rate in units of the others' at the start (section 4.2.9: 4) ...
     value_lr_until: float = 0.25  # ... falling to 1 at this fraction of the run
     tucker_penalty: float = 0.0   # alpha of eq. 17 (the paper tried 0.001)
@@ -441,6 +441,11 @@ class UltraMem(UltraMemV2):
         return dict(mem_layers=layers or "0", heads=2, key_dim=d // 4, value_dim=d // 2, pre_value_dim=0, rank_queries=0,
                     virtual=4, projectors=4 if c.virtual == -1 else c.virtual)
 
+    @staticmethod
+    def check(c):
+        UltraMemV2.check(c)
+        c.check(c.init_match == "paper", "memory init_match", "silu is for ultramemv2 and moe")
+
 
 class ProductKeys(nn.Module):
     """A token's k = R*m slots by sums of a row's and a column's score (eqs. 3, 4); every head has queries and keys of its own."""
@@ -492,8 +497,8 @@ class PKM(nn.Module):
     @staticmethod
     def check(c):
         c.check(c.share in ("", "one"), "memory share", "share=ring:g, noring:g and block:g are for ultramem and ultramemv2")
-        c.check(c.virtual == c.rank_queries == c.projectors == 1 and not c.tucker_penalty and not c.balance_loss,
-                "memory virtual rank_queries projectors tucker_penalty balance_loss", "these fields are for ultramem and ultramemv2")
+        c.check(c.virtual == c.rank_queries == c.projectors == 1 and not c.tucker_penalty and not c.balance_loss and c.init_match == "paper",
+                "memory virtual rank_queries projectors tucker_penalty balance_loss init_match", "these fields are for ultramem and ultramemv2")
         c.check(c.top_m <= c.n_keys ** 2, "top_m n_keys", "at most n_keys^2 slots can be picked")
         pre = c.n_embd if c.memory == "peer" else 0
         c.check((c.value_dim, c.pre_value_dim) == (c.n_embd, pre), "memory value_dim pre_value_dim", f"must be {c.n_embd} and {pre} at this width")
@@ -536,7 +541,8 @@ class PEER(PKM):
 
 
 class Router(nn.Module):
-    """A token's top_m of n_keys experts by softmax, not renormalised (eq. 1), with OLMoE's z loss and its load balance, a mean over layers."""
+    """A token's top_m of n_keys experts by softmax, not renormalised (eq. 1), with OLMoE's z loss and its load balance, a mean over layers.
+    So a MoE starts a lot smaller than the FFN (26 times at width 256); init_match="silu": as large, by gates of 1 in the mean over those picked."""
 
     def __init__(self, config):
         super().__init__()
@@ -547,6 +553,8 @@ class Router(nn.Module):
         logits, n = self.W_r(x).float(), self.config.n_keys
         probability = logits.softmax(-1)                       # (P, n)
         weights, experts = probability.topk(self.config.top_m)
+        if self.config.init_match == "silu":
+            weights = weights / weights.mean(-1, keepdim=True)
         share = torch.bincount(experts.flatten(), minlength=n) / experts.numel()
         aux = 0.01 / self.config.n_layer * n * (share * probability.mean(0)).sum() + 0.001 * logits.logsumexp(-1).square().mean()
         return weights[..., None], experts, aux
@@ -589,6 +597,7 @@ class MoE(nn.Module):
         c.check(c.top_m <= c.n_keys and c.n_inner % c.top_m == 0, "top_m n_keys n_inner", "top_m of n_keys experts are used, and they divide n_inner")
         c.check(all(a == b for a, b in c.placement.items()), "memory mem_layers", "a MoE stands in its block's FFN's place: no reads:adds pairs")
         c.check(not c.sparse_memory and not c.share and c.value_lr == 1, "memory sparse_memory share value_lr", "these are for tables of values")
+        c.check(c.init_match in ("paper", "silu"), "init_match", "choose paper or silu")
 
 
 MEMORIES |= {"ultramem": UltraMem, "pkm": PKM, "memory+": MemoryPlus, "peer": PEER, "moe": MoE}

@@ -1995,15 +1995,17 @@ def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("memory", ["pkm", "memory+", "peer", "moe"])
-def test_ultramem_rivals_equal_their_equations_over_all_slots(memory):
-    model = make("ultramem", torch.float64, memory=memory, n_keys=5, top_m=3 if memory != "moe" else 2, mem_layers="0,2").eval()
+@pytest.mark.parametrize("memory, match", [("pkm", "paper"), ("memory+", "paper"), ("peer", "paper"), ("moe", "paper"), ("moe", "silu")])
+def test_ultramem_rivals_equal_their_equations_over_all_slots(memory, match):
+    model = make("ultramem", torch.float64, memory=memory, n_keys=5, top_m=3 if memory != "moe" else 2, mem_layers="0,2", init_match=match).eval()
     module, c, x = model.blocks[2].memory, model.config, torch.randn(6, 32, dtype=torch.float64)
     r, out = module.retrieve, []
     for token in x:
         if memory == "moe":
             p, y = (r.W_r.weight @ token).softmax(0), 0
-            for e in p.topk(2).indices:                        # not renormalised
+            if match == "silu":                                # of those picked 1 in the mean; else not renormalised
+                p = 2 * p / p.topk(2).values.sum()
+            for e in p.topk(2).indices:
                 gate, up, down = module.expert_table[e]
                 y = y + p[e] * (F.silu(gate @ token) * (up @ token)) @ down                                         # eq. 2
         else:
@@ -2102,6 +2104,12 @@ def test_ultramem_experts_start_as_the_ffn_does():
     model = make("ultramem", randomize=False, memory="moe", n_keys=6, top_m=2, n_embd=128)
     table = model.blocks[1].memory.expert_table                # (experts, 3, width, d)
     assert table.std((0, 2, 3)).tolist() == pytest.approx([320 ** -0.5, 320 ** -0.5, 1920 ** -0.5], rel=0.03)
+    x = torch.randn(1, 500, 256)
+    for match, low, high in (("paper", 0.03, 0.05), ("silu", 0.95, 1.1)):            # beside the FFN's, which is as wide as eight experts
+        moe, dense = (make("ultramem", randomize=False, memory=memory, n_embd=256, n_layer=2, n_head=4, init_match=match) for memory in ("moe", "none"))
+        with torch.no_grad():
+            ratio = moe.blocks[1].memory(x, moe.tables)[0].std() / dense.blocks[1].mlp(x).std()
+        assert low < ratio < high
 
 
 @pytest.mark.parametrize("memory, value_rate, scheduled", [("ultramemv2", None, True), ("memory+", 1e-3, False)])
@@ -2285,7 +2293,8 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory):
     (dict(mem_layers="x"), "mem_layers='x'"), (dict(mem_layers="0:2/1:2"), "mem_layers"), (dict(share="ring"), "share='ring'"), (dict(share="ring:5"), "share"),
     (dict(share="block:3"), "a divisor"), (dict(virtual=3), "virtual=3, projectors=1: a square, and 1 or as many"), (dict(virtual=4, projectors=2), "1 or as many"), (dict(value_dim=9), "value_dim=9, core_heads=2"),
     (dict(n_keys=3, top_m=10), "top_m=10, n_keys=3"), (dict(init_match="x"), "init_match='x'"), (dict(heads=0), "heads=0: must be at least 1"),
-    (dict(memory="pkm", share="ring:2"), "memory='pkm', share='ring:2'"), (dict(memory="pkm", virtual=4), "virtual=4"), (dict(memory="pkm", value_dim=8), "value_dim=8"),
+    (dict(memory="pkm", share="ring:2"), "memory='pkm', share='ring:2'"), (dict(memory="pkm", virtual=4), "virtual=4"), (dict(memory="pkm", init_match="silu"), "init_match='silu'"),
+    (dict(memory="ultramem", init_match="silu"), "silu is for ultramemv2 and moe"), (dict(memory="moe", init_match="x"), "choose paper or silu"), (dict(memory="pkm", value_dim=8), "value_dim=8"),
     (dict(memory="moe", sparse_memory=True), "sparse_memory=True"), (dict(memory="moe", top_m=65), "top_m=65"), (dict(memory="moe", mem_layers="0:1"), "mem_layers='0:1'"),
     (dict(key_dim=4000), "n_inner=-.*make the memory smaller"), (dict(memory="none", n_inner=0), "n_inner=0"), (dict(value_lr_until=0.0), "value_lr_until=0.0"),
 ])
