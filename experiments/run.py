@@ -348,20 +348,19 @@ def claims_table():
 
 
 def plot(exp, rows, file):
-    """Differences to the baseline: every seed, their mean with its 95% bar, and the paper's."""
+    """Differences to the baseline of what has run: every seed, their mean with its 95% bar, and the paper's."""
     from matplotlib.figure import Figure
-    names, bases = [name for name in exp["variants"] if exp["baseline"].get(name, name) != name], exp["baseline"]
-    fig = Figure(figsize=(7, 1.5 + 0.4 * len(names)), layout="constrained")
+    bases = exp["baseline"]
+    shown = {name: d for name in exp["variants"] if bases.get(name, name) != name and (d := differences(exp["metric"], rows, name, bases[name]))}
+    fig = Figure(figsize=(7, 1.5 + 0.4 * len(shown)), layout="constrained")
     ax = fig.subplots()
-    for y, name in enumerate(names):
-        if d := differences(exp["metric"], rows, name, bases[name]):
-            ax.plot(d, [y] * len(d), ".", color="C0", alpha=0.5)
-            ax.errorbar(mean(d), y, xerr=noise(d) if len(d) > 1 else None, fmt="o", color="C0", capsize=4, label="here, one-sided 95%")
+    for y, (name, d) in enumerate(shown.items()):
+        ax.plot(d, [y] * len(d), ".", color="C0", alpha=0.5)
+        ax.errorbar(mean(d), y, xerr=noise(d) if len(d) > 1 else None, fmt="o", color="C0", capsize=4, label="here, one-sided 95%")
         if (printed := paper(exp, name, bases[name])) is not None:
             ax.plot(printed, y + 0.25, "D", color="C1", markersize=5, label="paper")
     ax.axvline(0, color="grey", linewidth=1)
-    ax.set(yticks=range(len(names)), yticklabels=names, xlabel=f"{exp['metric']} minus {exp['minus']}", title=file.stem)
-    ax.invert_yaxis()
+    ax.set(yticks=range(len(shown)), yticklabels=shown, ylim=(max(len(shown), 1) - 0.5, -0.5), xlabel=f"{exp['metric']} minus {exp['minus']}", title=file.stem)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(*zip(*{label: (handle, label) for handle, label in zip(handles, labels)}.values())) if labels else None
     fig.savefig(file, dpi=120)
