@@ -4415,6 +4415,8 @@ def test_the_experiments_here_fit_their_models():
                 other, _, start = chosen["init_from"][1:].rpartition("/")
                 base = runner.load_experiment(ROOT / "experiments" / f"{other or exp['name']}.py", scale)
                 assert start in base["variants"] and (base["prepare"] == exp["prepare"] or path.stem == "lime_prosqa")
+                dense = not chosen.get("upscale") and runner.settings(base, scale, start).get("dense")
+                assert not dense or chosen.get("dense") or "memory" in chosen, (path, name)       # or the checkpoint's "none" is kept
 
 
 def test_readme_has_every_claim():
