@@ -360,7 +360,8 @@ def plot(exp, rows, file):
         if (printed := paper(exp, name, bases[name])) is not None:
             ax.plot(printed, y + 0.25, "D", color="C1", markersize=5, label="paper")
     ax.axvline(0, color="grey", linewidth=1)
-    ax.set(yticks=range(len(shown)), yticklabels=shown, ylim=(max(len(shown), 1) - 0.5, -0.5), xlabel=f"{exp['metric']} minus {exp['minus']}", title=file.stem)
+    ax.set(yticks=range(len(shown)), yticklabels=shown, ylim=(max(len(shown), 1) - 0.5, -0.5),
+           xlabel=f"{exp['metric']} minus {exp['minus']}", title=file.stem)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(*zip(*{label: (handle, label) for handle, label in zip(handles, labels)}.values())) if labels else None
     fig.savefig(file, dpi=120)
