@@ -4235,6 +4235,23 @@ def test_the_table_and_its_plot(lab, monkeypatch):
     assert (lab / "experiments/results/toy_table-cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_shift_of_domain_is_drawn_as_a_plane_too(tmp_path, monkeypatch):
+    """Beside the differences: the new text's loss by the old one's, means over seeds; "a 1" and "a 2e-3" are one line, in the file's order."""
+    from matplotlib.figure import Figure
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    exp = {"metric": "val_loss", "also": ("retention_loss",), "minus": "b", "baseline": {"a 1": "b", "a 2e-3": "b", "b / 4": "b", "d": "b"},
+           "variants": {name: ({}, None, 1) for name in ("a 1", "b", "a 2e-3", "b / 4", "c", "d")}}
+    rows = {"a 1": {0: {"val_loss": 1., "retention_loss": 2.}, 1: {"val_loss": 3., "retention_loss": 4.}}, "a 2e-3": {0: {"val_loss": 5., "retention_loss": 6.}},
+            "b": {0: {"val_loss": 7., "retention_loss": 8.}}, "b / 4": {0: {"val_loss": 9., "retention_loss": 1.}}, "c": {}, "d": {0: {"val_loss": 1.}}}
+    real_plot(exp, rows, tmp_path / "x.png")
+    real_plot(exp | {"also": ()}, rows, tmp_path / "x.png")
+    assert [len(figure.axes) for figure in drawn] == [2, 1]
+    plane = drawn[0].axes[1]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in plane.lines] == [([3., 6.], [2., 5.]), ([8., 1.], [7., 9.])]
+    assert [text.get_text() for text in plane.texts] == ["a 1", "a 2e-3", "b", "b / 4"]
+
+
 def test_rows_of_older_sources_are_marked(lab):
     path, table = experiment(lab, TOYS), lambda: (runner.main(path, ["--table_only=True"]), report_of(lab))[1]
     runner.main(path, ["--seeds=1"])

@@ -7,8 +7,8 @@ text. The paper's numbers are the log of its WikiText perplexities after CPT on 
 untouched" keeps everything), and the paper's column has something of both: its order is asked of both columns, and only both together say something.
 There is one base; the seeds are those of what comes after. "base on old" is what as many tokens of the old domain would still have given the base: if more
 than 0.01, it was not trained to its end; if less than nothing, the rate is rough on whoever trains all parameters. data/edu is a folder of records
-{"text", "source"}. All methods run at the recipe's learning rate; midus_rates.py sweeps it for each of them, and its winners belong here before an order
-is believed."""
+{"text", "source"}. All methods run at the recipe's learning rate; at another each would learn and forget more, or less, so that an order in one
+column alone is also one of rates: midus_rates.py has a line for each method."""
 from math import log
 
 model, metric, also, seeds = "midus", "val_loss", ("retention_loss",), 3

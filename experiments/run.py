@@ -348,12 +348,14 @@ def claims_table():
 
 
 def plot(exp, rows, file):
-    """Differences to the baseline of what has run: every seed, their mean with its 95% bar, and the paper's."""
+    """Differences to the baseline of what has run: every seed, their mean with its 95% bar, and the paper's. After a shift of domain also the loss on
+    the new text by that on the old: variants that differ in a number at the name's end are one line."""
     from matplotlib.figure import Figure
     bases = exp["baseline"]
     shown = {name: d for name in exp["variants"] if bases.get(name, name) != name and (d := differences(exp["metric"], rows, name, bases[name]))}
-    fig = Figure(figsize=(7, 1.5 + 0.4 * len(shown)), layout="constrained")
-    ax = fig.subplots()
+    shift = "retention_loss" in exp["also"]
+    fig = Figure(figsize=(15, max(6, 1.5 + 0.4 * len(shown))) if shift else (7, 1.5 + 0.4 * len(shown)), layout="constrained")
+    ax, *plane = fig.subplots(1, 1 + shift, squeeze=False)[0]
     for y, (name, d) in enumerate(shown.items()):
         ax.plot(d, [y] * len(d), ".", color="C0", alpha=0.5)
         ax.errorbar(mean(d), y, xerr=noise(d) if len(d) > 1 else None, fmt="o", color="C0", capsize=4, label="here, one-sided 95%")
@@ -364,6 +366,17 @@ def plot(exp, rows, file):
            xlabel=f"{exp['metric']} minus {exp['minus']}", title=file.stem)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(*zip(*{label: (handle, label) for handle, label in zip(handles, labels)}.values())) if labels else None
+    lines = {}
+    for name in exp["variants"]:
+        if points := [(row["retention_loss"], row[exp["metric"]]) for row in rows[name].values() if row.get("retention_loss")]:
+            method, number = re.fullmatch(r"(.+?)((?: [/x])? [\d.e-]+)?", name).groups()
+            lines.setdefault(method, []).append((number or "", *map(mean, zip(*points))))
+    for ax in plane:
+        for method, points in lines.items():
+            ax.plot([x for _, x, _ in points], [y for _, _, y in points], "o-", markersize=4)
+            for number, x, y in points:
+                ax.annotate(method + number, (x, y), (4, 4), textcoords="offset points", fontsize=7)
+        ax.set(xlabel="retention_loss: of the old text", ylabel=f"{exp['metric']}: of the new", title="down is learned, left is kept", xmargin=0.15)
     fig.savefig(file, dpi=120)
 
 
