@@ -2555,6 +2555,35 @@ def test_midus_flops_leave_out_what_is_frozen(placement):
     assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32, rel=0.02)
 
 
+def test_midus_costs_counts_what_is_kept_and_times_every_method(tmp_path, monkeypatch, capsys):
+    """experiments/midus_costs.py. By hand: of tanh(x @ W) is kept x, a view of 6 x 5 numbers, for W's gradient, and the output, as many."""
+    from experiments import midus_costs
+
+    class Tiny(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.W = torch.nn.Parameter(torch.zeros(4, 5))
+
+        def forward(self, x, y):
+            return None, (x @ self.W).tanh().sum() + 1
+    assert midus_costs.kept_bytes(Tiny(), torch.zeros(6, 5)) == 2 * 6 * 5 * 4
+    monkeypatch.setattr(midus_costs, "ROOT", tmp_path)
+    (tmp_path / "experiments/results").mkdir(parents=True)
+    for name in midus_costs._defaults:
+        monkeypatch.setattr(midus_costs, name, getattr(midus_costs, name))                     # so that what the command line sets is undone
+    midus_costs.main(["--depth=8", "--n_embd=64", "--n=4", "--batch=1", "--block_size=24", "--prompt=8", "--steps=1"])
+    found = json.loads((tmp_path / "experiments/results/midus_costs-cpu.json").read_text())["methods"]
+    assert all(found[name]["trained"] == found[name]["parameters"] - found["base"]["parameters"] for name in found if name not in ("base", "SOLAR"))
+    kept = {name: row["kept_mb"] for name, row in found.items()}
+    assert kept["HML top-heavy"] < kept["HML"] < kept["HML bottom-heavy"] and kept["OpT-DeUS"] < kept["Llama Pro"] < kept["SOLAR"]   # below, nothing is kept
+    assert all(row["held_mb"] * 2 ** 20 == pytest.approx(row["kept_mb"] * 2 ** 20 + 4 * row["parameters"] + 12 * row["trained"]) for row in found.values())
+    assert all(row[column] > 0 for row in found.values() for column in ("step_ms", "prefill_ms", "token_ms"))
+    text = capsys.readouterr().out
+    assert all(f"\n{name} " in text for name in found)
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        midus_costs.main(["--depth=6"])
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_midus_value_caching_and_fused_search_change_nothing(dtype, tolerance, monkeypatch):
     model, idx = midus_grown(query_norm="layer", r=6), some_tokens(2, 12)
