@@ -109,7 +109,7 @@ PRESETS = {                       # the paper's two models, grown with HML; --de
     "llama3.1_8b": dict(n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_inner=14336, rope_scaling="8:1:4:8192", tied=False),
 }
 DENSE = dict(upscale="base", placement="", inserted=0)
-RECIPE = {                        # the paper's, but for the rate: 1e-4 (1B) and 5e-5 (8B) in CPT, 1e-5 in SFT, 64 x 2,048 tokens a step
+RECIPE = {                        # betas and clipping are ours, and the rate: 1e-4 (1B), 5e-5 (8B) in CPT, 1e-5 in SFT, 64 x 2,048 tokens a step
     "adamw": dict(learning_rate=2e-3, weight_decay=1e-6, beta1=0.9, beta2=0.999, grad_clip=1.0, schedule="cosine", warmup=0.1),
 }
 

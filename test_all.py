@@ -2507,7 +2507,7 @@ def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_ste
         optimizer.step()
 
 
-@pytest.mark.parametrize("method, fields, lowest", [("midus", dict(placement="top-heavy"), 3), ("midus", {}, 1), ("opt_deus", {}, 3), ("solar", dict(inserted=2), 0), ("base", dict(inserted=0), 0)], ids=str)
+@pytest.mark.parametrize("method, fields, lowest", [("midus", dict(placement="top-heavy"), 3), ("midus", {}, 1), ("opt_deus", {}, 3), ("avg_deus", {}, 3), ("lesa", {}, 3), ("solar", dict(inserted=2), 0), ("base", dict(inserted=0), 0)], ids=str)
 def test_midus_nothing_is_kept_for_what_is_frozen_below(method, fields, lowest):
     """Below the lowest block that trains autograd saves no activation, and no gradient or optimizer state is made for anything frozen."""
     model, idx, kept, current = midus_grown(method, phase="cpt", **fields), some_tokens(2, 15), {}, [""]
@@ -2778,7 +2778,8 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path, capsys):
     """Base -> CPT, which moves the inserted blocks alone and starts from the base's loss -> SFT, which moves everything."""
     flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=6", "--n=8"]
     run = train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", f"--out_dir={tmp_path / 'cpt'}")
-    assert "1 blocks into" in capsys.readouterr().out
+    assert f"midus: 1 blocks into {midus_run}; at step 0 logits differ from its own by 0 at most" in capsys.readouterr().out
+    assert {group["schedule"]: group["lr"] / group["base_lr"] for o in run["optimizers"] for group in o.param_groups} == {False: 1, True: pytest.approx(.0955, abs=1e-3)}
     assert log_of(tmp_path / "cpt", "val_loss")[0] == log_of(midus_run, "val_loss")[4]
     base, cpt = (torch.load(p / "ckpt.pt", weights_only=True) for p in (midus_run, tmp_path / "cpt"))
     assert cpt["model_config"]["phase"] == "cpt" and run["config"]["warmup_iters"] == 1 and run["config"]["block_size"] == 32
@@ -2793,6 +2794,19 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path, capsys):
         train(*flags[:-1], f"--init_from={tmp_path / 'cpt'}", *wrong, f"--out_dir={tmp_path / 'x'}", expect=message)
     train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--n_layer=3", f"--out_dir={tmp_path / 'x'}", expect="n_layer=3")
     train(*flags, f"--init_from={tmp_path}", f"--out_dir={tmp_path / 'x'}", expect="no readable config.json")
+
+
+def test_midus_start_says_how_far_a_method_is_from_the_base(tmp_path, capsys):
+    """Those that are not the identity at step 0: the number is that of a forward pass of both models."""
+    base = midus_base().eval()
+    ckpt, idx = {"model_config": dict(vars(base.config)), "model": base.state_dict()}, torch.arange(32)[None] % 61
+    for method in ("avg_deus", "lesa", "solar"):
+        found = model_midus.start(tmp_path, ckpt, {"upscale": method, "inserted": 2})
+        grown = model_midus.Model(model_midus.Config(**found["model_config"])).eval()
+        grown.load_state_dict(found["model"])
+        with torch.no_grad():
+            difference = (grown(idx)[0] - base(idx)[0]).abs().max().item()
+        assert f"{method}: 2 blocks into {tmp_path}; at step 0 logits differ from its own by {difference:.3g} at most" in capsys.readouterr().out and difference > .1
 
 
 def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path):
@@ -2824,7 +2838,7 @@ def test_midus_resume_is_exact_in_each_phase(phase, midus_run, text_folder, tmp_
 def test_midus_trains_from_a_hugging_face_folder(text_folder, tmp_path, capsys):
     _, path = write_hf(tmp_path / "hf", vocab_size=300, tie_word_embeddings=False)
     train("--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=2", f"--init_from={path}", "--upscale=opt_deus", "--phase=cpt", f"--out_dir={tmp_path / 'run'}")
-    assert "opt_deus: 1 blocks into" in capsys.readouterr().out and sorted(log_of(tmp_path / "run")) == [1, 2]
+    assert "opt_deus: 1 blocks into" in (said := capsys.readouterr().out) and "differ from its own by 0 at most" in said and sorted(log_of(tmp_path / "run")) == [1, 2]
     write_hf(tmp_path / "small", vocab_size=200)
     train("--model=midus", *TINY, f"--dataset={text_folder}", f"--init_from={tmp_path / 'small'}", f"--out_dir={tmp_path / 'x'}", expect="vocab_size=200")
 
@@ -2843,6 +2857,16 @@ def test_midus_sft_on_instructions(midus_run, text_folder, tmp_path, monkeypatch
     x, y = prepare_fineweb.TokenShards(str(tmp_path / "sft"), "train", 128).batch(range(4))
     answers = bytes(t for t in y[y >= 0].tolist() if t < 256).decode()
     assert re.fullmatch(r"(word \d+|\d*)+", answers) and (y < 0).sum() > 2 * (y >= 0).sum()
+    (tmp_path / "array.json").write_text(json.dumps(rows[:60]))                      # Alpaca's own file is an array, and Dolly has other names
+    write_jsonl(tmp_path / "dolly.jsonl", [{"instruction": row["instruction"], "context": row["input"], "response": row["output"]} for row in rows[:60]])
+    for name in ("array.json", "dolly.jsonl"):
+        instruct["main"]([f"--source={tmp_path / name}", "--tokenizer=bytes", f"--out={tmp_path / 'other'}"])
+        others = [json.loads(line) for line in (tmp_path / "other_records" / "train.jsonl").open()]
+        assert len(others) == 60 and others[1] == records[0]
+    for text, message in (('{"a": 1}', "must be an array"), ("[", "cannot be read")):
+        (tmp_path / "array.json").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            instruct["main"]([f"--source={tmp_path / 'array.json'}", "--tokenizer=bytes", f"--out={tmp_path / 'x'}"])
     with pytest.raises(ConfigError, match="line 1: a record must have texts"):
         write_jsonl(tmp_path / "bad.jsonl", [dict(instruction="?", input="")])
         instruct["main"]([f"--source={tmp_path / 'bad.jsonl'}", "--tokenizer=bytes", f"--out={tmp_path / 'x'}"])
@@ -4996,6 +5020,28 @@ def test_slots_are_counted_by_head_and_layer(midus_run, midus_grown_run, text_fo
     monkeypatch.setattr(model_midus.Model, "inspect", lambda self, idx: {"use": (torch.tensor(next(by_hand)), ("layer", "head", "slot"))})
     use = analysis.slot_use(model, None, text_folder, SimpleNamespace(sequences=2, device="cpu"))
     assert use == {"slots": 4, "tokens": 64, "touched": [[2, 2]], "dead": [[.5, .5]], "dead in all heads": [.25], "ranked": [[.6875, .3125, 0, 0]]}
+
+
+def test_blocks_that_add_a_constant_are_found_out(midus_grown_run, text_folder):
+    """By hand: the loss without the blocks, and with a bias in place of each; blocks that are nothing but a bias lose nothing by it."""
+    model, _, _ = sample.load_model(midus_grown_run, "cpu")
+    c, memory, shift = SimpleNamespace(sequences=3, device="cpu"), model.inserted[0].memory, torch.linspace(-1, 1, model.config.n_embd)
+    x, y = TokenShards(text_folder, "val", 32).batch(range(3))
+    with torch.no_grad():
+        model.cache_values()
+        found, whole = analysis.block_losses(model, text_folder, c), model(x, y)[1].item()
+        forward = memory.forward
+        added = forward(model.inserted[0].attn(model.inserted[0].attn_norm(model.blocks[0](model.embed(x), rotary := model_midus.rotary_tables(
+            model_midus.rotary_frequencies(model.config, "cpu"), 0, 32), None)), rotary, None))
+        hand = {}
+        for name, value in (("silent", 0 * shift), ("constant", added.mean((0, 1))), ("bias", shift)):
+            memory.forward = lambda a, value=value: value.expand(*a.shape[:2], -1)
+            hand[name] = model(x, y)[1].item()
+        assert found == pytest.approx({"loss": whole, "silent": hand["silent"], "constant": hand["constant"]}, abs=1e-5)
+        assert len({round(v, 7) for v in found.values()}) == 3
+        biased = analysis.block_losses(model, text_folder, c)
+    assert biased["loss"] == pytest.approx(biased["constant"], abs=1e-5) and biased["loss"] == pytest.approx(hand["bias"], abs=1e-5)
+    assert abs(biased["silent"] - biased["loss"]) > 1e-3
 
 
 def test_timings_go_round_the_runs_with_the_cache_of_values_and_without(midus_run, midus_grown_run, tmp_path, monkeypatch, capsys):

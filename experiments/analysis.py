@@ -7,7 +7,7 @@
     python experiments/analysis.py rag --runs=out/hiermem-d4-dense                         # loss with a retrieved text in the context
     python experiments/analysis.py router --runs=out/lime-d4                               # which layers each layer reads
     python experiments/analysis.py importance --dataset=ebooks --runs=out/base,out/midus   # of every attention head, before CPT and after
-    python experiments/analysis.py slots --runs=out/midus                                  # which memory slots each head uses
+    python experiments/analysis.py slots --runs=out/midus                                  # which memory slots each head uses; what is constant
     python experiments/analysis.py timings --runs=out/llama-pro,out/midus,out/base         # of prefill and decoding, by prompt length
 
 Values are what a layer's attention sums up, after a router or another memory has mixed them; hidden states are what its block puts out. A head's
@@ -358,6 +358,30 @@ def slot_use(model, tok, folder, c):
             "dead in all heads": dead.all(1).double().mean(-1).tolist(), "ranked": ranked.tolist()}
 
 
+@torch.no_grad()
+def block_losses(model, folder, c):
+    """{"loss": of a grown MIDUS on the validation windows, in nats, "silent": where the inserted blocks add nothing, "constant": where each adds
+    its mean over these tokens, whatever the token}: from silent to constant is what a bias would do, from there to the loss what looks at the text."""
+    data, means = TokenShards(folder, "val", model.config.block_size), {}
+    windows = [[window] for window in range(min(c.sequences, data.n_windows))]
+
+    def loss(change):
+        hooks = [block.register_forward_hook(change) for block in model.inserted]
+        try:
+            return sum(model(*(t.to(c.device) for t in data.batch(window)))[1].item() for window in windows) / len(windows)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def watch(block, inputs, output):
+        means[block] = means.get(block, 0) + (output - inputs[0]).mean((0, 1)) / len(windows)
+    return {"loss": loss(watch), "silent": loss(lambda block, inputs, output: inputs[0]), "constant": loss(lambda block, inputs, output: inputs[0] + means[block])}
+
+
+def slots_and_losses(model, tok, folder, c):
+    return slot_use(model, tok, folder, c) | (block_losses(model, folder, c) if hasattr(model, "inserted") else {})
+
+
 # ---------------------------------------------------------------- time of inference
 
 @contextlib.contextmanager
@@ -480,6 +504,8 @@ def draw_slots(file, found, label):
     figure = Figure(figsize=(9, 3.5 * len(found)), layout="constrained")
     for (left, right), (run, use) in zip(figure.subplots(len(found), 2, squeeze=False), found.items()):
         print(f"{run}: slots that each head touches, of {use['slots']:,}, by {use['tokens']:,} tokens")
+        if "silent" in use:
+            print(f"  loss {use['loss']:.4f}; {use['silent']:.4f} without the blocks, {use['constant']:.4f} if each adds its mean, whatever the token")
         for layer, (touched, dead) in enumerate(zip(use["touched"], use["dead in all heads"])):
             print(f"  layer {layer}:", *(f"{n:6d}" for n in touched), f"   {dead:.1%} dead in all heads")
             shares = [share for share in use["ranked"][layer] if share > 0]
@@ -512,7 +538,7 @@ ANALYSES = {"entropy": (entropy, draw_layers, "Renyi entropy (nats)"), "separabi
             "blimp": (probe_blimp, draw_layers, "accuracy"), "retrieval": (retrieval, draw_retrieval, "validation loss (nats)"),
             "rag": (rag, draw_retrieval, "validation loss (nats)"),
             "router": (router_maps, draw_router, "share"), "importance": (importance, draw_importance, "importance IS_h"),
-            "slots": (slot_use, draw_slots, "share of dead slots"), "timings": (lambda model, *others: model, draw_timings, "ms")}
+            "slots": (slots_and_losses, draw_slots, "share of dead slots"), "timings": (lambda model, *others: model, draw_timings, "ms")}
 
 
 def main(argv):
