@@ -3,9 +3,9 @@
     python experiments/instruct.py --source=instruct_train.jsonl.xz --tokenizer=data/edu/tokenizer.json --out=data/sft --skip=code
     python train.py --model=midus --dataset=data/sft --init_from=out/midus-d4 --phase=sft --learning_rate=1e-5 --out_dir=out/midus-sft
 
-A source is a .jsonl (.gz, .xz) file of {"instruction", "input", "output"} (Alpaca) or {"instruction", "context", "response"} (Dolly), or a .json file with an
-array of them; "input" may be "" or absent; "source", if it is there, says where a record is from, and --skip leaves records out by it. The tokenizer must be the one that the model was trained with. The records lie in
-OUT_records/train.jsonl.
+A source is a .jsonl (.gz, .xz) file of {"instruction", "input", "output"} (Alpaca) or {"instruction", "context", "response"} (Dolly), or a .json
+file with an array of them; "input" may be "" or absent; "source", if it is there, says where a record is from, and --skip leaves records out by
+it. The tokenizer must be the one that the model was trained with. The records lie in OUT_records/train.jsonl.
 """
 import json
 import sys
