@@ -2584,6 +2584,29 @@ def test_midus_costs_counts_what_is_kept_and_times_every_method(tmp_path, monkey
         midus_costs.main(["--depth=6"])
 
 
+def test_ultramem_growth_times_what_grows_with_the_slots(tmp_path, monkeypatch, capsys):
+    """experiments/ultramem_growth.py. Its parts change what they should: all weights of the scoring, of the tables the rows that are read."""
+    from experiments import ultramem_growth
+    monkeypatch.setattr(ultramem_growth, "ROOT", tmp_path)
+    (tmp_path / "experiments/results").mkdir(parents=True)
+    for name in ultramem_growth._defaults:
+        monkeypatch.setattr(ultramem_growth, name, getattr(ultramem_growth, name))
+    ultramem_growth.main(["--sizes=12,24", "--n_embd=64", "--top_m=4", "--batch=1", "--block_size=24", "--steps=2"])
+    found = json.loads((tmp_path / "experiments/results/ultramem_growth-cpu.json").read_text())
+    a, b = found["sizes"]["12"], found["sizes"]["24"]
+    assert a["slots"] == 144 and a["touched"] <= 24 * 4 and min(row[f"{part}_ms"] for row in (a, b) for part in ("dense", "sparse", "scoring", "rows")) > 0
+    assert b["parameters"] - a["parameters"] == (24**2 - 12**2) * (12 + 4) + 12 * 2 * 2 * 16              # rows of D_v + D_p, keys of D_k
+    assert found["growth"][0]["of"] == [12, 24] and "from 12 to 24" in capsys.readouterr().out
+    race, touched = ultramem_growth.racers(12, torch.randint(256, (1, 25)))
+    before = {name: [p.detach().clone() for p in race[name][0]] for name in ("scoring", "rows")}
+    for name in before:
+        ultramem_growth.timed(*race[name])
+    assert all((p != old).any() for p, old in zip(race["scoring"][0], before["scoring"]))
+    assert [(p != old).any(1).sum() for p, old in zip(race["rows"][0], before["rows"])] == [touched, touched]
+    with pytest.raises(prepare_fineweb.ConfigError, match="two or more whole numbers that grow"):
+        ultramem_growth.main(["--sizes=24,12"])
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_midus_value_caching_and_fused_search_change_nothing(dtype, tolerance, monkeypatch):
     model, idx = midus_grown(query_norm="layer", r=6), some_tokens(2, 12)
@@ -4102,8 +4125,8 @@ if "interrupt" in args:
     sys.exit(1)
 data = Path(args["dataset"], "meta.json") if "dataset" in args else None
 result = {"model": args["model"], "seed": int(args["seed"]), "val_bpb": float(args["score"].split(":")[int(args["seed"])]),
-          "params": {"total": int(args.get("total", 1000))}, "step_ms": float(args.get("ms", 10)), "device": "cpu", "threads": 1, "tokens": 4096, "torch": "2",
-          "commit": "abc", "data_id": json.loads(data.read_text())["data_id"] if data else "d0", "source_hash": Path("hash.txt").read_text(),
+          "params": {"total": int(args.get("total", 1000))}, "step_ms": float(args.get("ms", 10)), "flops_per_token": 6e6, "device": "cpu",
+          "threads": 1, "tokens": 4096, "torch": "2", "commit": "abc", "data_id": json.loads(data.read_text())["data_id"] if data else "d0", "source_hash": Path("hash.txt").read_text(),
           "config": {"folder": "private", "compile": int(args.get("compile", 0))}, "model_config": {}}
 (out / "result.json").write_text(json.dumps(result))
 '''
@@ -4269,10 +4292,10 @@ def test_the_table_and_its_plot(lab, monkeypatch):
     assert lines[:3] == ["# toy_table, scale cpu", "", "A toy."]
     rows = [line for line in lines if line.startswith("| ") and "---" not in line]
     assert rows == [                                           # by hand: differences -.1 -.2 -.05, mean -.1167, sd .0764; bound .1288
-        "| variant | parameters | val_bpb | minus standard | paper | paper's difference | step time | seeds |",
-        "| standard | 1,000 | 1.1000 ± 0.1000 | - | 0.838 | - | 1.00x | 3 |",
-        "| Big x1 | +500 | 0.9833 ± 0.0764 | -0.1167 ± 0.0764 | 0.822 | -0.0160 | 1.20x | 3 |",
-        "| Big x2 | +0 | 0.8000 | -0.2000 | - | - | 1.00x | 1 |",
+        "| variant | parameters | val_bpb | minus standard | paper | paper's difference | MFLOP a token | step time | seeds |",
+        "| standard | 1,000 | 1.1000 ± 0.1000 | - | 0.838 | - | 6.0 | 1.00x | 3 |",
+        "| Big x1 | +500 | 0.9833 ± 0.0764 | -0.1167 ± 0.0764 | 0.822 | -0.0160 | 6.0 | 1.20x | 3 |",
+        "| Big x2 | +0 | 0.8000 | -0.2000 | - | - | 6.0 | 1.00x | 1 |",
         "| claim | difference | paper's | seeds | verdict |",
         "| standard > Big x1 | +0.1167 ± 0.0764 | +0.0160 | 3 | inside noise |",
         "| Big x1 > Big x2 | +0.1000 | - | 1 | sign agrees (1 seed) |"]
@@ -4337,7 +4360,7 @@ def test_a_variant_may_have_data_of_its_own_and_start_from_another_experiment(la
     assert [row["data_id"] for row in rows] == ["id-new_old", "id-new", "id-new"]
     by_seed = {row["variant"]: {0: row | dict(train_loss=.25, step_ms=None)} for row in rows}
     table = runner.table(runner.load_experiment(path, "cpu"), runner.Options(), by_seed)
-    assert "| far | +0 | 0.8000 | -0.1000 | - | - | 0.2500 | - | 1 |" in table and "| train_loss | step time |" in table
+    assert "| far | +0 | 0.8000 | -0.1000 | - | - | 0.2500 | 6.0 | - | 1 |" in table and "| train_loss | MFLOP a token | step time |" in table
     by_seed["grown"][0]["train_loss"] = .75                    # a claim about another column
     exp = runner.load_experiment(experiment(lab, variants, claims=["grown > far", "train_loss: grown > far"], also=("train_loss",)), "cpu")
     table = runner.table(exp, runner.Options(), by_seed)

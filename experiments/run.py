@@ -304,7 +304,7 @@ def text(values, sign=""):
 def table(exp, opt, rows):
     """Markdown: one line per variant, one per claim."""
     bases, metric = exp["baseline"], exp["metric"]
-    head = ["variant", "parameters", metric, f"minus {exp['minus']}", "paper", "paper's difference", *exp["also"], "step time", "seeds"]
+    head = ["variant", "parameters", metric, f"minus {exp['minus']}", "paper", "paper's difference", *exp["also"], "MFLOP a token", "step time", "seeds"]
     lines = [f"# {exp['name']}, scale {opt.scale}", "", (exp["__doc__"] or "").strip(), "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for name, (_, printed, _) in exp["variants"].items():
         mine, base, now = rows[name], bases.get(name, name), source_hash(settings(exp, opt.scale, name)["model"])
@@ -316,7 +316,7 @@ def table(exp, opt, rows):
                  text([row[metric] for row in mine.values()]), text(differences(metric, rows, name, base) if name != base else [], "+"),
                  "-" if printed is None else f"{printed:.5g}", text([d] if name != base and (d := paper(exp, name, base)) is not None else [], "+"),
                  *(text([row[m] for row in mine.values() if row.get(m) is not None]) for m in exp["also"]),
-                 f"{mean(times):.2f}x" if times else "-", str(len(mine))]
+                 f"{next(iter(mine.values()))['flops_per_token'] / 1e6:.1f}" if mine else "-", f"{mean(times):.2f}x" if times else "-", str(len(mine))]
         lines.append(f"| {' | '.join(cells)} |")
     if exp["claims"]:
         lines += ["", "| claim | difference | paper's | seeds | verdict |", "| --- " * 5 + "|"]
