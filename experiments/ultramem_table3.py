@@ -14,7 +14,7 @@ model, metric, baseline, seeds = "ultramem", "val_loss", "dense", 3
 prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --out=data/fineweb_edu_bpe4096",
                gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
 cpu = dict(depth=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=256, eval_tokens=131072, sample_tokens=0,
-           schedule="wsd")                                                                            # 1.05M tokens
+           schedule="wsd", learning_rate=4e-4)                                                        # 1.05M tokens
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=200)                                             # 131M tokens
 variants = {
     "dense": (dict(dense=True), None),
