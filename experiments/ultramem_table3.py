@@ -5,8 +5,8 @@ The sizes of every memory follow from the shape (Config's automatic values): a t
 The dense model has the active parameters alone. PKM and PEER are not in the paper's table. The paper's numbers are evaluation losses at 227M active of
 1.2B after 500B tokens; it says that UltraMemV2 starts slowly, and calls it on a par with the mixture of experts. With 4 layers Memory+ and PKM have a memory
 in each, UltraMem in three: at this depth the few layers of the older memories are not few. The learning rate is the published one (times 3 at width 256;
-Memory+'s values stay at 1e-3): at three times that the memories after the first layer go off, with outputs of 0.000 to 0.4 beside the FFN's 4 to 18, while
-MoE's experts gain 0.13 nats and the dense model loses 0.24. So each variant's rate is to be swept before an order is believed (ultramem_rates.py).
+Memory+'s values stay at 1e-3), the best of those that have run in ultramem_rates.py. At three times that the memories after the first layer go off, with
+outputs of 0.000 to 0.4 beside the FFN's 4 to 18, while MoE's experts gain 0.13 nats and the dense model loses 0.24.
 "silu" rows start as large as the FFN: as it is, UltraMemV2 starts 1.8 times larger (its derivation takes the SwiGLU's SiLU for a normal variable cut
 off at 0), and OLMoE, whose eight gates do not sum to 1, 26 times smaller.
 Muon, which is far ahead for the dense model, takes no experts or values, so that it would favour whoever has fewer of them."""
