@@ -4441,7 +4441,7 @@ def test_step_times_are_compared_between_runs_that_were_computed_alike(lab):
     path = experiment(lab, TOYS)
     runner.main(path, ["--seeds=2", "--only=standard"])
     runner.main(path, ["--seeds=2", "--only=Big x1", "--compile=1"])
-    assert report_of(lab)["Big x1"][3:] == ["-0.1500 ± 0.0707", "0.822", "-0.0160", "-", "2"]
+    assert report_of(lab)["Big x1"][3:] == ["-0.1500 ± 0.0707", "0.822", "-0.0160", "6.0", "-", "2"]
 
 
 def test_an_experiment_file_that_is_not_there(lab):
