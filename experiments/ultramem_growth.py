@@ -71,8 +71,7 @@ def racers(n, x):
         found[name] = list(model.parameters()), optimizers, step
     c, memory = model.config, model.blocks[0].memory
     h = torch.randn(x[:, 1:].numel(), n_embd, device=device, requires_grad=True)
-    retrieve = Model(c).blocks[0].memory.retrieve.to(device)   # with weights of its own: the steps move the model's
-    retrieve.load_state_dict(memory.retrieve.state_dict())
+    retrieve, tables = copy.deepcopy(memory.retrieve), copy.deepcopy(model.tables[0])     # weights of their own: the steps move the model's
     with torch.no_grad(), lowered:
         scores, slots, _ = retrieve(h)
         hidden = memory.W_pre(h)
@@ -83,7 +82,7 @@ def racers(n, x):
             retrieve(h)[0].backward(toward)
         h.grad = None
     found["scoring"] = list(retrieve.parameters()), [torch.optim.AdamW(retrieve.parameters(), lr=1e-4, fused=True)], score
-    tables, inputs = copy.deepcopy(model.tables[0]), [scores.requires_grad_(), hidden.requires_grad_()]
+    inputs = [scores.requires_grad_(), hidden.requires_grad_()]
     for p in tables.parameters():
         keep_coalesced(p)
 
@@ -100,7 +99,7 @@ def racers(n, x):
 def main(argv):
     overrides, others = configure(argv, _defaults)
     globals().update(overrides)
-    ns = [int(n) for n in sizes.split(",") if n.isdigit()]
+    ns = [int(n) if n.isdigit() else 0 for n in sizes.split(",")]
     if others or min(batch, steps, block_size, *ns, len(ns) - 1) < 1 or n_embd % 64 or ns != sorted(set(ns)) or device not in ("cpu", "cuda"):
         raise ConfigError(f"no file, not {others[0]}" if others else "sizes must be two or more whole numbers that grow, as 512,1024; batch, steps and "
                           "block_size 1 or more, n_embd a multiple of 64, device cpu or cuda")
@@ -135,5 +134,5 @@ def main(argv):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except ConfigError as error:
+    except ValueError as error:                                # ConfigError, or Config on the sizes
         sys.exit(f"error: {error}")
