@@ -5067,6 +5067,44 @@ def test_blocks_that_add_a_constant_are_found_out(midus_grown_run, text_folder):
     assert abs(biased["silent"] - biased["loss"]) > 1e-3
 
 
+def test_parts_of_layers_are_weighed_by_leaving_them_out(midus_run, midus_grown_run, text_folder, tmp_path, capsys):
+    """By hand: the loss with zeros for the last matrix of an attention or an FFN; and without the only inserted block's memory."""
+    analysis.main(["parts", f"--runs={midus_grown_run},{midus_run}", "--sequences=3", f"--out={tmp_path}"])
+    said, found = capsys.readouterr().out, json.loads((tmp_path / "analysis_parts.json").read_text())
+    assert (tmp_path / "analysis_parts.png").exists() and said.count("attention ") == 2 and said.count("all memories") == 1
+    grown, base = found[str(midus_grown_run)], found[str(midus_run)]
+    x, y = TokenShards(text_folder, "val", 32).batch(range(3))
+    for run, parts in ((midus_grown_run, grown), (midus_run, base)):
+        model, _, _ = sample.load_model(run, "cpu")
+        with torch.no_grad():
+            whole = model(x, y)[1].item()
+            assert parts["loss"] == pytest.approx(whole, abs=1e-5)
+            for name, last in (("attn", "attn.W_O.weight"), ("mlp", "mlp.down.weight")):
+                for layer, block in enumerate(model.blocks):
+                    matrix = block.get_parameter(last)
+                    kept = matrix.clone()
+                    matrix.zero_()
+                    assert parts[name][layer] == pytest.approx(model(x, y)[1].item() - whole, abs=1e-5) and parts[name][layer] != 0
+                    matrix.copy_(kept)
+    assert len(base["attn"]) == len(model.blocks) and base["memory"] == [None] * len(base["attn"]) and base["all memories"] is None
+    assert grown["mlp"][-1] is None and grown["memory"][:-1] == base["memory"] and len(grown["attn"]) == len(base["attn"]) + 1
+    model, _, _ = sample.load_model(midus_grown_run, "cpu")
+    silent = analysis.block_losses(model, text_folder, SimpleNamespace(sequences=3, device="cpu"))["silent"]
+    assert grown["memory"][-1] == grown["all memories"] == pytest.approx(silent - grown["loss"], abs=1e-6)
+
+
+def test_a_memory_that_returns_a_loss_too_is_left_out(text_folder):
+    """UltraMem's, whose output is a pair and comes back some blocks later: as good as tables of zeros."""
+    model = make("ultramem", n_layer=4, memory="ultramem", mem_layers="0:1/2:3", vocab_size=257)
+    c = SimpleNamespace(sequences=2, device="cpu")
+    found = analysis.part_losses(model, None, text_folder, c)
+    assert [rise is None for rise in found["memory"]] == [False, True, False, True] and 0 not in found["memory"]
+    with torch.no_grad():
+        for tables in model.tables:
+            tables.value_table.zero_()
+    assert found["all memories"] == pytest.approx(analysis.mean_loss(model, text_folder, c) - found["loss"], abs=1e-6) != 0
+
+
 def test_timings_go_round_the_runs_with_the_cache_of_values_and_without(midus_run, midus_grown_run, tmp_path, monkeypatch, capsys):
     rounds, original = [], analysis.time_tokens
 

@@ -8,6 +8,7 @@
     python experiments/analysis.py router --runs=out/lime-d4                               # which layers each layer reads
     python experiments/analysis.py importance --dataset=ebooks --runs=out/base,out/midus   # of every attention head, before CPT and after
     python experiments/analysis.py slots --runs=out/midus                                  # which memory slots each head uses; what is constant
+    python experiments/analysis.py parts --runs=out/ultramem-d4,out/ultramem-d4-dense      # loss without one layer's attention, FFN or memory
     python experiments/analysis.py timings --runs=out/llama-pro,out/midus,out/base         # of prefill and decoding, by prompt length
 
 Values are what a layer's attention sums up, after a router or another memory has mixed them; hidden states are what its block puts out. A head's
@@ -37,7 +38,7 @@ from sample import generate, load_model
 runs = ""                     # folders of runs (or ckpt.pt files), by commas
 out = ""                      # folder to write; empty: the first run's
 dataset = ""                  # data folder; empty: the one that the first run was trained on
-sequences = 64                # entropy, importance, slots: validation windows (retrieval, rag: four times as many)
+sequences = 64                # entropy, importance, slots, parts: validation windows (retrieval, rag: four times as many)
 datastore = 20000             # rag: training texts to retrieve from
 alpha = 0.5                   # entropy: its order
 projected = False             # entropy, separability, blimp: of what W_V puts out, as LIMe's text has it, not of what its code measures, the routed values
@@ -359,27 +360,51 @@ def slot_use(model, tok, folder, c):
 
 
 @torch.no_grad()
+def mean_loss(model, folder, c, parts=(), change=None):
+    """Nats on the validation windows, with the forward hook `change` on each of the modules `parts`."""
+    data, hooks = TokenShards(folder, "val", model.config.block_size), [part.register_forward_hook(change) for part in parts]
+    windows = range(min(c.sequences, data.n_windows))
+    try:
+        return sum(model(*(t.to(c.device) for t in data.batch([window])))[1].item() for window in windows) / len(windows)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def block_losses(model, folder, c):
     """{"loss": of a grown MIDUS on the validation windows, in nats, "silent": where the inserted blocks add nothing, "constant": where each adds
     its mean over these tokens, whatever the token}: from silent to constant is what a bias would do, from there to the loss what looks at the text."""
-    data, means = TokenShards(folder, "val", model.config.block_size), {}
-    windows = [[window] for window in range(min(c.sequences, data.n_windows))]
-
-    def loss(change):
-        hooks = [block.register_forward_hook(change) for block in model.inserted]
-        try:
-            return sum(model(*(t.to(c.device) for t in data.batch(window)))[1].item() for window in windows) / len(windows)
-        finally:
-            for hook in hooks:
-                hook.remove()
+    seen = {}
 
     def watch(block, inputs, output):
-        means[block] = means.get(block, 0) + (output - inputs[0]).mean((0, 1)) / len(windows)
-    return {"loss": loss(watch), "silent": loss(lambda block, inputs, output: inputs[0]), "constant": loss(lambda block, inputs, output: inputs[0] + means[block])}
+        seen.setdefault(block, []).append((output - inputs[0]).mean((0, 1)))
+    ways = {"loss": watch, "silent": lambda block, inputs, output: inputs[0],
+            "constant": lambda block, inputs, output: inputs[0] + torch.stack(seen[block]).mean(0)}
+    return {name: mean_loss(model, folder, c, model.inserted, change) for name, change in ways.items()}
 
 
 def slots_and_losses(model, tok, folder, c):
     return slot_use(model, tok, folder, c) | (block_losses(model, folder, c) if hasattr(model, "inserted") else {})
+
+
+# ---------------------------------------------------------------- parts of a layer
+
+def part_losses(model, tok, folder, c):
+    """{"loss": nats on the validation windows, "attn": over layers, by how much it rises if that layer's attention adds nothing (None: it has
+    none), "mlp", "memory": likewise, "all memories": if none adds anything}. A grown MIDUS's inserted layers come last."""
+    blocks, called = [*model.blocks, *getattr(model, "inserted", ())], set()
+
+    def silence(part, inputs, output):
+        called.add(part)
+        return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
+    whole = mean_loss(model, folder, c)
+
+    def rise(*parts):
+        parts = [part for part in parts if part is not None]
+        loss = mean_loss(model, folder, c, parts, silence) if parts else None
+        return loss - whole if called & {*parts} else None     # a part that is called in another way cannot be silenced
+    found = {name: [rise(getattr(block, name, None)) for block in blocks] for name in ("attn", "mlp", "memory")}
+    return {"loss": whole, **found, "all memories": rise(*(getattr(block, "memory", None) for block in blocks))}
 
 
 # ---------------------------------------------------------------- time of inference
@@ -520,6 +545,26 @@ def draw_slots(file, found, label):
     figure.savefig(file, dpi=120)
 
 
+def draw_parts(file, found, label):
+    """A panel for each run: bars of attention, FFN and memory for each layer."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 3 * len(found)), layout="constrained")
+    for axes, (run, parts) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found.items()):
+        print(f"{run}: loss {parts['loss']:.4f}; what is added to it, layer by layer, without")
+        for place, (name, title) in enumerate((("attn", "attention"), ("mlp", "FFN"), ("memory", "memory"))):
+            rises = {layer: rise for layer, rise in enumerate(parts[name]) if rise is not None}
+            if rises:
+                print(f"  {title:10}", *(f"{rises[layer]:8.4f}" if layer in rises else " " * 7 + "-" for layer in range(len(parts[name]))))
+                axes.bar([layer + 0.27 * (place - 1) for layer in rises], [*rises.values()], 0.27, color=f"C{place}", label=title)
+        if parts["all memories"] is not None:
+            print(f"  all memories {parts['all memories']:.4f}")
+        axes.set(title=f"{run}, loss {parts['loss']:.3f}", xlabel="layer, from 0", ylabel=label)
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend()
+    figure.savefig(file, dpi=120)
+
+
 def draw_timings(file, found, label):
     """Milliseconds by prompt length; printed, also in parts of the first run's."""
     from matplotlib.figure import Figure
@@ -538,7 +583,8 @@ ANALYSES = {"entropy": (entropy, draw_layers, "Renyi entropy (nats)"), "separabi
             "blimp": (probe_blimp, draw_layers, "accuracy"), "retrieval": (retrieval, draw_retrieval, "validation loss (nats)"),
             "rag": (rag, draw_retrieval, "validation loss (nats)"),
             "router": (router_maps, draw_router, "share"), "importance": (importance, draw_importance, "importance IS_h"),
-            "slots": (slots_and_losses, draw_slots, "share of dead slots"), "timings": (lambda model, *others: model, draw_timings, "ms")}
+            "slots": (slots_and_losses, draw_slots, "share of dead slots"), "parts": (part_losses, draw_parts, "loss without it, minus loss (nats)"),
+            "timings": (lambda model, *others: model, draw_timings, "ms")}
 
 
 def main(argv):
