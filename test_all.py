@@ -1205,6 +1205,7 @@ VARIANTS = {                                                   # every model fil
     "hiermem": [dict(), dict(memory="none", norm="layer"), dict(memory="lora_qk"), dict(memory="lora_vo", eot=7), dict(memory="lora_ffn", tied=False), dict(memory="kv", eot=7),
                 dict(clusters="2,3,2", ranks="0,5,4", layers="late", sparse_memory=False), dict(n_kv_head=1, head_dim=8, qkv_bias=True, qk_norm=False, rope_scaling="8:1:4:8")],
 }
+OURS = [*VARIANTS]
 for path in sorted(ROOT.glob("model_*.py")):                   # your own files: --model=mine is tested like the others
     VARIANTS.setdefault(path.stem[6:], [dict(), importlib.import_module(path.stem).DENSE])
 CASES = [pytest.param(name, switches, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in switches.items()) or 'default'}")
@@ -1257,7 +1258,7 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
             o.step()
             o.zero_grad()
     above = {"hiermem": 0.45, "ultramem": 0.19}.get(name, 0)   # half the variance of the logits, where their matrix does not start small
-    assert blind == pytest.approx(math.log(61) + above, abs=0.08), "near log V + above"
+    assert blind == pytest.approx(math.log(61) + above, abs=0.08 if name in OURS else 0.5), "near log V + above"
     assert first == pytest.approx(blind, abs=0.4), "whatever the targets"
     assert loss.item() < 0.7 * first
     still = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
@@ -1330,7 +1331,7 @@ def test_pieces_that_files_repeat_are_the_same(piece):
 def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
     text = (ROOT / f"model_{name}.py").read_text()
     above, below = text.split("# ================================================================ below the fold")
-    assert len(above.splitlines()) <= 420, "above the fold a file has about 420 lines at most"
+    assert name not in OURS or len(above.splitlines()) <= 420, "above the fold a file has about 420 lines at most"
     (tmp_path / f"model_{name}_above.py").write_text(above)
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module(f"model_{name}_above")
@@ -1345,6 +1346,17 @@ def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
             o.step()
             o.zero_grad()
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_copy_with_a_line_more_passes_as_well(name, tmp_path, monkeypatch):
+    copy = f"my_{name}"
+    (tmp_path / f"model_{copy}.py").write_text("# mine\n" + (ROOT / f"model_{name}.py").read_text())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    for switches in (dict(), importlib.import_module(f"model_{copy}").DENSE):
+        test_loss_falls_and_every_parameter_learns(copy, switches)
+    test_file_cut_at_the_fold_still_trains(copy, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name, switches", CASES)
