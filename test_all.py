@@ -4755,8 +4755,10 @@ def test_which_memory_counts_equal_time_by_the_baselines_last_doubling(tmp_path)
     lines = {line.split(" | ")[0][2:]: line.split(" | ") for line in w.table(rows, measured).split("\n\n")[0].splitlines()}
     assert lines["MoVE"][1:5] == ["+7", "1.50x", "2.00x", "0.50x"] and lines["MoVE"][6] == "+0.0450 ± 0.0071"
     assert lines["MoVE"][7] == f"{0.045 - 0.1 * math.log2(1.5):+.4f}", "steps of 1.5 times the time buy the baseline so much of a doubling"
-    assert lines["MIDUS"][6:9] == ["-0.1000 ± 0.0000", f"{-0.1 - 0.2 * math.log2(1.5):+.4f}", "worse"]
+    assert lines["MIDUS"][6:9] == ["-0.1000 ± 0.0000", f"{-0.1 - 0.2 * math.log2(1.25):+.4f}", "worse"], "of two phases the second alone takes longer"
     assert lines["MoVE"][8] == "better; at equal time inside noise"
+    rows["MoVE"][0]["val_bpb"], rows["MoVE"][1]["val_bpb"] = 2.001, 2.02
+    assert "| inside noise; at equal time worse |" in w.table(rows, measured).split("\n")[2]
     w.pictures(rows, measured, tmp_path / "toy")
     assert (tmp_path / "toy-gain.png").exists() and (tmp_path / "toy-recall.png").exists()
 

@@ -87,10 +87,11 @@ def costs(rows, scale, folder):
 
 
 def more_steps(rows, title, ratio):
-    """What the baseline would gain in bits per byte by `ratio` times the tokens: as much per doubling as it gained by the last one. Curves flatten,
-    so this flatters the baseline."""
-    before = baseline[baseline[title]] if "continued" in baseline[title] else f"{baseline[title]} x0.5"
-    return math.log2(ratio) * mean(run.differences(metric, rows, before, baseline[title]))
+    """What the baseline would gain in bits per byte if it had `ratio` times the time: as much per doubling of its tokens as it gained by the last one.
+    Curves flatten: this flatters a baseline with more time, and is unkind to one with less. Of a continued baseline the second phase alone is scaled."""
+    again = "continued" in baseline[title]
+    before = baseline[baseline[title]] if again else f"{baseline[title]} x0.5"
+    return math.log2((1 + ratio) / 2 if again else ratio) * mean(run.differences(metric, rows, before, baseline[title]))
 
 
 def table(rows, measured):
@@ -107,6 +108,8 @@ def table(rows, measured):
             verdict = "better; not at equal time"
         elif verdict == "worse" and in_time >= -run.noise(gain):
             verdict = "worse; not at equal time"
+        elif verdict == "inside noise" and in_time < -run.noise(gain):
+            verdict = "inside noise; at equal time worse"
         lines.append(f"| {title} | {added:+,} | {ratios['step']:.2f}x | {ratios['memory']:.2f}x | {ratios['decode']:.2f}x | "
                      f"{run.text([row[metric] for row in rows[base].values()])} | {run.text(gain, '+')} | {in_time:+.4f} | {verdict} | {len(gain)} |")
     lines += ["", "| recall by mentions | " + " | ".join(map(str, MENTIONS)) + " |", "| --- " * (len(MENTIONS) + 1) + "|"]

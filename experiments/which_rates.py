@@ -3,7 +3,7 @@
 A comparison of memories is one of tuned models, or it compares luck with rates. The first number is muon_lr, for the matrices; the second the rate of
 all else, from the paper's (LIMe's: 1e-3) upwards until the loss rises again. The rates are constant until they fall to zero over the last 40%, as in
 MoVE's recipe, whose own rates are nanochat's and were not tuned. A memory that is a table learns at the second rate, too, and has rows of its own;
-HierMem's bank wants a fraction of it. Whole runs want less than quarter runs: which_memory.py's `tuned` stay below the winners here."""
+HierMem's bank wants a fraction of it. Whole runs want less than quarter runs: which_memory.py's `tuned` are close to the winners here, or below."""
 from experiments.which_memory import cpu, gpu, plain, prepare
 
 model, metric, seeds = "move", "val_bpb", 1
