@@ -4,10 +4,10 @@ UltraMemV2 (Huang et al. 2025, "UltraMemV2: Memory Networks Scaling to 120B Para
 The idea: beside the FFN of every block stands an enormous second FFN of which a token uses a few hidden units only. Its N = n^2 units
 are tiny experts: a pre-value row P_i, a value row V_i, no activation. They stand on an n x n grid whose rows and columns have keys;
 cell (i, j) scores by a small bilinear form of row i's and column j's scores: 4n dot products rank n^2 experts. No softmax, no
-activation: choosing is the nonlinearity. The output starts with the FFN's variance (Appendix 6), or training diverges.
+activation: choosing is the nonlinearity. The output starts with the variance that Appendix 6 computes for the FFN's, or training diverges.
 
-    q       = RMSNorm(h W_q),  h = RMSNorm(x), FFN's input (P, 2, r, D_k)  for rows and columns, one for each of r = 2 Tucker ranks
-    S_row   = q_row K_row,  S_col = q_col K_col            (P, R, r, n)    eq. 6; R retrieval heads, each with its keys
+    q       = RMSNorm(h W_q),  h = RMSNorm(x), FFN's input (P, 2, r, D_k)  P tokens; for rows and columns, one for each of r = 2 Tucker ranks
+    S_row   = q_row K_row,  S_col = q_col K_col            (P, R, r, n)    eq. 6; R retrieval heads, each with its keys, RMS-normed too
     u, v    = leading singular vectors of sum_H C          (R, r)          the Tucker cores C (H, R, r, r) taken as rank 1
     rows, columns: Top-m_key of u^T S_row and v^T S_col                    stage 1, indices only
     s, i    = Top-m of S_row^T C S_col there, by sum_H     (P, k, H), (P, k)   stage 2, eq. 7; k = R m
@@ -57,18 +57,18 @@ class Config:
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_m: int = -1               # m, slots picked by each head; -1: 32 L slots a token over all layers (MoE: 8)
     key_dim: int = -1             # D_k; -1: d/4 with a query per rank, else d/2 (UltraMem d/4)
-    value_dim: int = -1           # D_v; -1: 3d/16 (section 4.2.5: D_p : D_v = 1 : 3)
-    pre_value_dim: int = -1       # D_p; -1: d/16; 0: plain value embeddings
-    pre_activation: bool = False  # GELU of the hidden units, eq. 13 in place of eq. 15
+    value_dim: int = -1           # D_v; -1: 3d/16 (section 4.2.5: D_p : D_v = 1 : 3; UltraMem d/2, older memories d)
+    pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain value embeddings (-1 of the other older memories)
+    pre_activation: bool = False  # GELU of the hidden units, eq. 13 in place of eq. 15 (values start for eq. 15)
     core_heads: int = 2           # H, Tucker cores; each weighs a slice of the value
     rank_queries: int = -1        # 1: a query per Tucker rank, 0: one for all ranks; -1: 1 (UltraMem 0)
-    virtual: int = -1             # E, blocks of virtual slots over the same values (IVE), a square; -1: 1 (UltraMem 4)
+    virtual: int = -1             # E, blocks of virtual slots over the same values (IVE), a square; -1: 1, as Table 10's counts (UltraMem 4)
     projectors: int = -1          # 1, or E: a W_out for each block of virtual slots (eq. 9); -1: 1 (UltraMem E)
     share: str = ""               # ring:g | noring:g | block:g: a layer picks from g layers' tables (4.2.8); one: all have one table (Memory+)
     init_match: str = "paper"     # paper: the variance of eq. 25 (MoE: OLMoE's gates); silu: that of the SwiGLU FFN as it is, 1.8 times less std
     value_lr: float = 1.0         # values' and pre-values' learning rate in units of the others' at the start (section 4.2.9: 4) ...
     value_lr_until: float = 0.25  # ... falling to 1 at this fraction of the run
-    tucker_penalty: float = 0.0   # alpha of eq. 17 (the paper tried 0.001)
+    tucker_penalty: float = 0.0   # alpha of eq. 17; none is printed
     balance_loss: float = 0.0     # beta of eq. 19 (the paper tried 0.001)
     sparse_memory: bool = False   # row-sparse gradients and lazy Adam for the tables: cost independent of N, but no weight decay
 
@@ -94,7 +94,7 @@ class Config:
                    f"give different blocks from 0 to {L - 1} as 4,8,12, or reads:adds pairs as 2:5/6:9, or all")
         self.top_m = max(1, 32 * L // (self.heads * len(pairs))) if self.top_m == -1 else self.top_m
         width, tables = self.value_dim + self.pre_value_dim, 1 if self.share == "one" else len(pairs)
-        self.n_keys = round((84 * d * d * L / (width * tables)) ** 0.5) if self.n_keys == -1 else self.n_keys    # 84 = 3 * (64 - 8) experts / 2
+        self.n_keys = round((84 * d * d * L / (width * tables)) ** 0.5) if self.n_keys == -1 else self.n_keys    # 56 unused experts of 1.5 d^2
         self.check(min(self.n_keys, self.top_m, self.pre_value_dim + 1) > 0, "n_keys top_m pre_value_dim", "must be positive (pre_value_dim: or 0)")
         memory.check(self)
         if self.n_inner == -1:                                 # 12 d^2 a block: the active parameters of the FFN alone at 4 d
@@ -124,7 +124,7 @@ class Config:
         return kind, g, side ** 2, side * math.isqrt(self.virtual)
 
 
-PRESETS = {                       # Table 10; other models' rows are below. The 1B rows' FFN is not printed: 7,004 gives the active parameters
+PRESETS = {                       # Table 10, n_inner from its launch scripts (others: below); 7,004 gives the active parameters without the values read
     "227m_1.2b": dict(n_layer=20, n_embd=768, n_head=12, n_inner=2496, n_keys=360, key_dim=192, top_m=32, value_dim=192, pre_value_dim=192),
     "1b_7b": dict(n_layer=16, n_embd=2048, n_head=16, n_inner=7004, n_keys=528, key_dim=512, top_m=128, value_dim=768, pre_value_dim=384, tied=False),
 }
@@ -210,7 +210,7 @@ class MLP(nn.Module):                                          # SwiGLU
 # ================================================================ the idea ================================================================
 
 class Retrieval(nn.Module):
-    """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8); a head ranks its own grid, in eq. 11 all pairs do."""
+    """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8). Eq. 11's h^2 heads are virtual blocks, of one core here."""
 
     def __init__(self, config):
         super().__init__()
@@ -260,7 +260,7 @@ class UltraMemV2(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.config, i, L = config, list(config.placement).index(layer), len(config.placement)
-        kind, g, self.reach, _ = config.grid                   # the first of the g tables that this layer picks from: Table 7
+        kind, g, self.reach, _ = config.grid                   # the first of g tables to pick from: Table 7, ring's from one earlier
         first = {"": 0, "ring": i, "noring": min(max(i - (g + 1) // 2 + 1, 0), L - g), "block": i // g * g}[kind]
         self.offset, self.table = first * config.n_keys ** 2, 0 if kind else i
         self.retrieve = Retrieval(config)
@@ -283,7 +283,7 @@ class UltraMemV2(nn.Module):
     @torch.no_grad()
     def init_weights(self, name):
         """Appendix 6: the norm weights with which a score is 1 on average, and the values' standard deviation (returned) with
-        which the memory's output has the FFN's variance (eq. 25)."""
+        which the memory's output has the variance of eq. 25."""
         c, r, g = self.config, self.retrieve, own_generator(name, self.W_out.weight)
         r.perm.copy_(torch.randperm(len(r.perm), generator=g, device=r.perm.device))
         nn.init.ones_(r.u), nn.init.zeros_(r.v)                # the first u has a positive sum
@@ -380,7 +380,7 @@ class Model(nn.Module):
         x, aux, later = self.embed(idx), 0, {}                     # (B, T, d)
         for layer, block in enumerate(self.blocks):
             x, y, loss = block(x, rotary, self.tables, cache)
-            later[self.placement.get(layer)], aux = y, aux + loss  # no memory here: None for None
+            later[self.placement.get(layer)], aux = y, aux + loss  # y: None where nothing is read
             x = x + later.pop(layer) if layer in later else x
         x = self.norm(x)
         if targets is not None:
@@ -425,7 +425,7 @@ class UltraMem(UltraMemV2):
     slots (IVE, eqs. 8, 9); what is read before one FFN is added some blocks later."""
 
     @torch.no_grad()
-    def init_weights(self, name):                              # the published constants
+    def init_weights(self, name):                              # the published constants; W_q and keys as V2's
         c, r = self.config, self.retrieve
         super().init_weights(name)                             # for the permutation
         for norm in (r.q_norm, r.k_norm):
@@ -448,7 +448,7 @@ class UltraMem(UltraMemV2):
 
 
 class ProductKeys(nn.Module):
-    """A token's k = R*m slots by sums of a row's and a column's score (eqs. 3, 4); every head has queries and keys of its own."""
+    """A token's k = R*m slots by sums of a row's and a column's score (eqs. 3, 4), weighted by softmax; every head has queries and keys of its own."""
 
     def __init__(self, config):
         super().__init__()
@@ -506,7 +506,7 @@ class PKM(nn.Module):
 
 class MemoryPlus(PKM):
     """Memory+ (Berges et al. 2024): its layers share one table, and a gate decides what the values are worth here.
-    Beside the FFN as in Table 10; by section 4.2.6 the original stands in its place. Its queries, like PKM's and PEER's, are not normalised."""
+    Beside the FFN, as in the code published with Table 3; by section 4.2.6 the original stands in its place. Queries are not normalised, as in the original."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -541,7 +541,7 @@ class PEER(PKM):
 
 
 class Router(nn.Module):
-    """A token's top_m of n_keys experts by softmax, not renormalised (eq. 1), with OLMoE's z loss and its load balance, a mean over layers.
+    """A token's top_m of n_keys experts (eq. 1) by softmax, not renormalised, with OLMoE's z loss and its load balance, the latter a mean over layers.
     So a MoE starts a lot smaller than the FFN (26 times at width 256); init_match="silu": as large, by gates of 1 in the mean over those picked."""
 
     def __init__(self, config):
@@ -626,7 +626,7 @@ def tucker_penalty(retrieval, s_row, s_col):
 
 def balance_loss(retrieval, s_row, s_col):
     """Eqs. 18-20 for rows plus columns, mean over heads: 1 + 1 where use is uniform. The frequency f is a share of the picks of
-    stage 1; eq. 20's own, counts over tokens, is m_key times larger (m*heads times, counted over heads)."""
+    stage 1; eq. 20's own, counts over tokens, is m_key times larger (m_key*heads times, counted over heads)."""
     m_key, loss = min(retrieval.config.top_m, 128, s_row.size(-1)), 0
     for vector, s in zip(retrieval.singular_vectors(), (s_row, s_col)):
         a = (vector[:, :, None] * s.float()).sum(2)                                                # (P, R, n)
