@@ -129,7 +129,7 @@ PRESETS = {                       # Table 10, n_inner from its launch scripts (o
     "1b_7b": dict(n_layer=16, n_embd=2048, n_head=16, n_inner=7004, n_keys=528, key_dim=512, top_m=128, value_dim=768, pre_value_dim=384, tied=False),
 }
 DENSE = dict(memory="none")
-RECIPE = {"adamw": dict(learning_rate=4e-4, min_lr=4e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0, schedule="cosine")}
+RECIPE = {"adamw": dict(learning_rate=4e-4, min_lr=4e-5, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0, schedule="cosine")}   # published code
 
 
 # ---------------------------------------------------------------- the backbone: Llama
@@ -352,7 +352,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Truncated normal of std sqrt(2/(5d)), for W_O and down times sqrt(1/(2L)); in a memory the depth enters the values, not W_out."""
+        """Truncated normal of std sqrt(2/(5d)), for W_O and down times sqrt(1/(2L)) (a memory's depth enters its values, not W_out); cores as published."""
         c = self.config
         for name, p in self.named_parameters():
             std = (2 / (5 * c.n_embd)) ** 0.5 * ((2 * c.n_layer) ** -0.5 if name.endswith(("W_O.weight", "mlp.down.weight")) else 1)
