@@ -30,4 +30,5 @@ variants = {
 }
 claims = ["Memory+ > UltraMem > UltraMemV2 > MoE-8", "dense > UltraMemV2", "dense > MoE-8", "PKM > UltraMemV2", "PEER > UltraMemV2",
           "UltraMem > UltraMem values 4x", "UltraMemV2 > UltraMemV2 values 4x", "UltraMem values 4x > UltraMemV2 values 4x",
-          "dense > UltraMem values 4x", "dense > UltraMemV2 values 4x", "UltraMemV2 > UltraMemV2 silu", "MoE-8 > MoE-8 silu", "UltraMemV2 silu > MoE-8 silu", "dense > UltraMemV2 silu", "dense > MoE-8 silu"]
+          "dense > UltraMem values 4x", "dense > UltraMemV2 values 4x", "UltraMemV2 > UltraMemV2 silu", "MoE-8 > MoE-8 silu",
+          "UltraMemV2 silu > MoE-8 silu", "dense > UltraMemV2 silu", "dense > MoE-8 silu"]
