@@ -41,6 +41,6 @@ variants = {
     "ring": (each(dict(share="ring:3"), dict(share="ring:4")), None), "no-ring": (each(dict(share="noring:3"), dict(share="noring:4")), None),
     "block": (each(dict(share="block:2"), dict(share="block:4")), None),
 }
-claims = ["plain values > V2", "four projectors and one query > virtual blocks", "two heads > V2", "V2 > half of D_v + D_p", "V2 > D_v = 3 D_p", "half the slots > half the slots with 2m",
-          "half the slots > V2", "half the slots with 2m > V2", "V2 > value lr 4x", "fewest reads > fewest reads balanced", "few reads balanced > few reads",
-          "V2 > V2 balanced", "V2 > ring", "ring > no-ring", "V2 > block", "block > ring"]
+claims = ["plain values > V2", "four projectors and one query > virtual blocks", "two heads > V2", "V2 > half of D_v + D_p", "V2 > D_v = 3 D_p",
+          "half the slots > half the slots with 2m", "half the slots > V2", "half the slots with 2m > V2", "V2 > value lr 4x",
+          "fewest reads > fewest reads balanced", "few reads balanced > few reads", "V2 > V2 balanced", "V2 > ring", "ring > no-ring", "V2 > block", "block > ring"]
