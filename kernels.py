@@ -857,6 +857,57 @@ def average_sparse(grad):
     return torch.sparse_coo_tensor(parts[0][None], parts[1] / world, grad.shape, check_invariants=False).coalesce()
 
 
+# ================================================================ the head: linear layer and cross-entropy in one
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The loss and, in the same pass over chunks of tokens, its gradients: (tokens, vocab) is never whole."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, softcap, chunk):
+        valid = targets >= 0
+        count = valid.sum().clamp(min=1)
+        wants = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        total = torch.zeros((), dtype=acc_dtype(x), device=x.device)
+        grad_x = torch.empty_like(x) if wants else None
+        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if wants else None
+        for rows in torch.arange(len(x), device=x.device).split(chunk):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            z = F.linear(x[part], weight).to(total.dtype)                              # (chunk, V)
+            z = softcap * torch.tanh(z / softcap) if softcap else z
+            index = targets[part].clamp(min=0)[:, None]
+            log_p = z.log_softmax(-1)
+            total -= (log_p.gather(1, index)[:, 0] * valid[part]).sum()
+            if not wants:
+                continue
+            dz = log_p.exp_()
+            dz.scatter_add_(1, index, -torch.ones_like(index, dtype=dz.dtype))
+            dz *= (valid[part] / count)[:, None]
+            dz = dz * (1 - (z / softcap).square()) if softcap else dz
+            dz = dz.to(x.dtype)
+            grad_x[part] = dz @ weight
+            grad_weight += (dz.T @ x[part]).to(total.dtype)
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.saved_tensors
+        return (grad * grad_x).to(grad_x.dtype), (grad * grad_weight).to(ctx.weight_dtype), None, None, None
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
+    """Mean cross-entropy (nats) of the logits z = x weight^T at targets >= 0; 0 if there is none.
+
+    x (..., d), weight (V, d), targets (...) int64, -1 where there is no loss. softcap c > 0: c tanh(z / c) in place of z.
+    Returns a scalar in fp32 (fp64 for fp64 inputs)."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)
+    return LinearCrossEntropy.apply(x, weight, targets, softcap, max(1, 2 ** 21 // len(weight)))
+
+
 # ================================================================ training on a CPU
 # There a step waits for memory. These three have the gradients that torch gives them, from half as many passes over the activations; on a
 # GPU torch.compile fuses the plain expressions.
