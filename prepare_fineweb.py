@@ -793,12 +793,11 @@ def read_pydocs(workers=-1) -> list:
         spec = importlib.util.find_spec(name)
         if spec:
             files += _modules(Path(spec.origin).parent, name)
-    seen, texts = set(), []
+    texts = []
     for docs in _parallel(_docstrings, files, workers, chunksize=16):
-        fresh = [doc for doc in dict.fromkeys(docs) if doc not in seen]     # some stand twice
-        seen.update(fresh)
-        if sum(len(doc) for doc in fresh) > 500:
-            texts += _pieces("\n\n".join(fresh).splitlines(keepends=True))
+        text = "\n\n".join(docs)
+        if len(text) > 500:
+            texts += _pieces(text.splitlines(keepends=True))
     return texts
 
 

@@ -414,13 +414,12 @@ def test_pydocs_parses_documentation_and_imports_nothing(tmp_path, monkeypatch):
     words = "doc " * 500
     long = "A queue keeps its smallest item in front. " * 40
     push = '"""\n        Push an item, and say "\\d" of it.\n\n            indented\n        """'
-    twice = f'(x):\n    """Docs that stand twice. {long}"""\n'
+    function = f'def f(x):\n    """Docs of a function. {long}"""\n'
     files = {
         "heap": f'"""Heaps.\n\n{long}"""\nraise SystemExit("imported")\n\n'
                 f'class Heap:\n    """{long}"""\n'
                 f"    def push(self, item, *, key):\n        {push}\n",
-        "twice": f"def f{twice}def g{twice}",
-        "copy": f"def f{twice}",
+        "one": function,
         "codeonly": "x = [\n" + "    1,\n" * 5000 + f']\n"""{words}"""',
         "broken": f'"""{words}"""\ndef (',
         "tests/skipped": f'"""Skipped. {words}"""\n',
@@ -435,12 +434,12 @@ def test_pydocs_parses_documentation_and_imports_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(pf.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(pf.importlib.util, "find_spec", lambda name: None)
     texts = pf.read_pydocs.__wrapped__(1)
-    assert texts == pf.read_pydocs.__wrapped__(2) and len(texts) == 4
-    _, heap, twice, topics = texts     # copy.py comes first, and what it shares with twice.py stays
+    assert texts == pf.read_pydocs.__wrapped__(2) and len(texts) == 3
+    heap, one, topics = texts
     assert heap.startswith("heap\n\nHeaps.\n\nA queue keeps") and "heap.Heap\n\nA queue" in heap
     assert ('heap.Heap.push(self, item, key)\n\nPush an item, and say "\\d" of it.\n\n'
             '    indented') in heap
-    assert topics.startswith('The "for" statement\nIt loops.') and "twice.f(x)" in twice
+    assert topics.startswith('The "for" statement\nIt loops.') and "one.f(x)\n\nDocs" in one
     assert "Skipped" not in "".join(texts)
 
 

