@@ -1,7 +1,7 @@
 """
 Load a checkpoint of any model_NAME.py, generate with a cache, draw what the model computes inside.
 
-    python sample.py                                       # the newest checkpoint in out/, from nothing
+    python sample.py                                       # the newest checkpoint in out/
     python sample.py --out_dir=out/move-d12 --prompt="The Moon is" --temperature=0
     git log -3 | python sample.py --prompt=-               # the prompt from stdin
     python sample.py --inspect=True --prompt="We sat on the river bank" --words=river,bank
@@ -45,7 +45,8 @@ words = ""              # of the prompt, by commas: those that --inspect looks a
 leaf = ""               # hierarchical memories: generic | none | a leaf; empty: the prompt's path
 block = ""              # and nodes that may not be entered: "level:node,..." or "best:level"
 embedder_path = ""      # folder of their embedder, where that is not installed
-_defaults = {k: v for k, v in globals().items() if type(v) in (int, float, bool, str) and k[0] != "_"}
+_kinds = (int, float, bool, str)
+_defaults = {k: v for k, v in globals().items() if type(v) in _kinds and k[0] != "_"}
 # -----------------------------------------------------------------------------
 
 
@@ -84,14 +85,13 @@ def start(path, ckpt, fields):
 
 def load_module(name):
     """model_NAME.py, imported, with every hook that it does not have itself."""
-    folder = Path(__file__).parent
-    there = sorted({path.stem[6:] for place in (folder, Path()) for path in place.glob("model_*.py")})
     try:
         module = importlib.import_module(f"model_{name}")
     except ModuleNotFoundError as error:
-        if error.name != f"model_{name}":
+        if not f"model_{name}".startswith(str(error.name)):
             raise
-        message = f"model={name}: there is no model_{name}.py, only those of {', '.join(there)}"
+        found = sorted(path.stem[6:] for path in Path(__file__).parent.glob("model_*.py"))
+        message = f"model={name}: there is no model_{name}.py here; there are {', '.join(found)}"
         raise ConfigError(message) from None
     for hook, default in vars(Hooks).items():
         if not hook.startswith("_") and not hasattr(module.Model, hook):
@@ -123,7 +123,7 @@ def write_checkpoint(path, state):
 def load_checkpoint(path) -> dict:
     """A ckpt.pt, or its folder -> what train.py saved; the tensors stay in the file until used."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-    need(path.is_file(), f"no checkpoint {path}: `python train.py` makes one, --out_dir= names another")
+    need(path.is_file(), f"no checkpoint {path}: train.py makes one, --out_dir= names another")
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:      # a torn file can raise almost anything
@@ -136,8 +136,8 @@ def load_checkpoint(path) -> dict:
 
 
 def assemble(path, ckpt):
-    """The model of a checkpoint, whose tensors it takes as they are: in the mapped file. ConfigError
-    if model_NAME.py no longer fits it."""
+    """The model of a checkpoint, whose tensors it takes as they are: in the mapped file.
+    ConfigError if model_NAME.py no longer fits it."""
     name = ckpt["config"]["model"]
     module = load_module(name)
     try:
@@ -187,11 +187,12 @@ def find_tokenizer(path, data):
 # ----------------------------------------------------------------------------- Hugging Face
 
 HUGGING_FACE = {       # their names of a Llama's or Qwen2's tensors -> ours
-    "model.embed_tokens": "embed", "model.layers": "blocks", "model.norm": "norm", "lm_head": "head",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+    "model.embed_tokens": "embed", "model.layers": "blocks", "model.norm": "norm",
+    "lm_head": "head", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
     "self_attn.q_proj": "attn.W_Q", "self_attn.k_proj": "attn.W_K", "self_attn.v_proj": "attn.W_V",
     "self_attn.o_proj": "attn.W_O", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down"}
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def load_hugging_face(path, module) -> dict:
@@ -261,8 +262,7 @@ def fields_of_hugging_face(path, theirs, module):
         norm_eps=theirs.rms_norm_eps, rope_base=float(rope["rope_theta"]), rope_scaling="",
         qkv_bias=theirs.model_type == "qwen2", qk_norm=False, **module.DENSE)
     if rope["rope_type"] == "llama3":
-        parts = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        fields["rope_scaling"] = ":".join(f"{rope[part]:.12g}" for part in parts)
+        fields["rope_scaling"] = ":".join(f"{rope[part]:.12g}" for part in LLAMA3)
     known = module.Config.__dataclass_fields__
     for name in fields.keys() - known.keys():
         need(fields[name] in (False, ""), f"{path}: {module.__name__}.py has no {name}, which this "
@@ -288,7 +288,7 @@ def check_safetensors(path):
             raise ConfigError(f"{path / file} cannot be read, it is missing, cut short or no "
                               f"safetensors file: {error}") from None
         wrong = sorted(kinds - {"F64", "F32", "F16", "BF16"})
-        need(not wrong, f"{path / file} holds {', '.join(wrong)}: quantized weights are not supported")
+        need(not wrong, f"{path / file} holds {', '.join(wrong)}: quantized weights are refused")
 
 
 # ----------------------------------------------------------------------------- generating
@@ -296,8 +296,9 @@ def check_safetensors(path):
 def pick_device(name):
     """"" -> the accelerator if there is one, else the CPU; a name -> itself, if it is there."""
     if not name:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        name = found.type if found is not None and found.type in ("cuda", "mps") else "cpu"
+        name = "cpu"
+        if torch.accelerator.is_available():
+            name = torch.accelerator.current_accelerator().type
     need(name.split(":")[0] in ("cuda", "mps", "cpu"), f"device={name}: choose cuda, mps or cpu")
     try:
         torch.empty(1, device=name)
@@ -333,8 +334,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
     """
     idx (B, T) int64, 1 <= T <= block_size -> yields the next token of every row, (B,) int64,
     max_new_tokens times; with `eot` only until every row has had it. When the context is full, its
-    last half is read again and opens a new one. A model whose new_cache() gives none reads the whole
-    context for every token, and so does any with cached=False. context: what forward() wants beside.
+    last half is read again and opens a new one. A model whose new_cache() gives none reads the
+    whole context for every token, and so does any with cached=False. context: what forward() wants
+    beside.
     """
     check_length(model, idx.size(1))
     need(temperature >= 0, f"temperature={temperature}: must not be negative")
@@ -494,14 +496,14 @@ def main(argv):
         return print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
     overrides, others = configure(argv, _defaults)
     c = SimpleNamespace(**{**_defaults, **overrides})
-    need(not others, f"what is {others[:1]}? A checkpoint is given as --out_dir=, a text as --prompt=")
+    need(not others, f"what is {others[:1]}? A run is given as --out_dir=, a text as --prompt=")
     for key in ("num_samples", "max_new_tokens"):
         need(getattr(c, key) >= 1, f"{key}={getattr(c, key)}: must be at least 1")
     need(0 <= c.seed < 2 ** 63, f"seed={c.seed}: must be from 0 to 2^63 - 1")
     need(c.dtype in ("", "float32", "bfloat16"), f"dtype={c.dtype}: float32 or bfloat16")
     need(c.inspect or not c.words, "--words=... goes with --inspect=True")
-    need(c.prompt or not c.inspect, "--inspect=True goes with a text, --prompt=... (MoVE's Appendix B: "
-         "python experiments/analysis.py words)")
+    need(c.prompt or not c.inspect, "--inspect=True goes with a text, --prompt=... (for MoVE's "
+         "Appendix B: python experiments/analysis.py words)")
     c.device = pick_device(c.device)
     kind = c.device.split(":")[0]
     if kind == "cuda":

@@ -1,11 +1,11 @@
 """
 Train one of nanoMem's models on one GPU, several, or a CPU. One column: read it from top to bottom.
 
-    python train.py                                        # MoVE on an embedded corpus, a minute or two
+    python train.py                                        # MoVE on an embedded corpus
     python train.py --model=move --depth=12                # the canonical call: the paper's D12
     python train.py --model=move --depth=12 --dense=True   # its baseline without the memory
     python train.py --model=move --init_from=resume        # go on where a run was stopped
-    python train.py experiments/move_table1.py --scale=cpu # a whole table: variants, seeds, verdicts
+    python train.py experiments/move_table1.py --scale=cpu # a whole table with verdicts
     torchrun --nproc_per_node=8 train.py --model=move --depth=12
 
 The globals below are the configuration. `--key=value` overrides one; a key that is not here but is
@@ -25,16 +25,15 @@ what it lacks of them:
                          block, embedder_path)       and a line that says so
     Model.new_cache(batch_size, max_len)             decoding                                None
     Model.inspect(idx)                               {name: (tensor, axes)}, pictures        {}
-    start(path, ckpt, fields)                        the model to train from another's       as it is
-                                                     checkpoint (of the module)
+    start(path, ckpt, fields), of the module         another model of a checkpoint           as it is
 """
 import signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C while torch is imported: no traceback
 
-from prepare_fineweb import (ConfigError, TokenShards, configure, find_dataset, get_tokenizer, guard,
-                             help_text, load_meta, load_token_bytes, lock, need)
+from prepare_fineweb import (ConfigError, TokenShards, configure, find_dataset, get_tokenizer,
+                             guard, help_text, load_meta, load_token_bytes, lock, need)
 
 if __name__ == "__main__":
     guard("train.py")
@@ -96,7 +95,8 @@ dtype = ""                  # float32 | bfloat16: autocast; "": bfloat16 where t
 compile = -1                # 0 | 1: torch.compile
 dry_run = False             # print parameters, FLOPs and memory, and stop
 # ----------------------------------------------------------------
-defaults = {k: v for k, v in globals().items() if type(v) in (int, float, bool, str) and k[0] != "_"}
+NUMBERS_AND_TEXTS = (int, float, bool, str)
+defaults = {k: v for k, v in globals().items() if type(v) in NUMBERS_AND_TEXTS and k[0] != "_"}
 AT_LEAST_ONE = ("depth", "block_size", "batch_size", "batch_tokens", "eval_interval", "eval_tokens",
                 "log_interval")                    # the other numbers may be 0, none is negative
 AT_MOST = dict(depth=1000, compile=1, warmup=1, warmdown=1, beta1=0.999999, beta2=0.999999)
@@ -127,7 +127,7 @@ def read_flags(argv):
             from experiments.run import main
             sys.exit(main(path, rest))
         flags += [f"--{key}={value}" for key, value in settings.items()
-                  if type(value) in (int, float, bool, str) and not key.startswith("_")]
+                  if type(value) in NUMBERS_AND_TEXTS and not key.startswith("_")]
     flags += rest
     names = [flag.removeprefix("--model=") for flag in flags if flag.startswith("--model=")]
     module = load_module(names[-1] if names else model)
@@ -177,8 +177,8 @@ module, given, overrides = read_flags(sys.argv[1:])
 signal.signal(signal.SIGINT, signal.default_int_handler)
 recipes = module.RECIPE
 optimizer = given.get("optimizer") or next(iter(recipes))
-need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}.py has recipes for "
-     f"{', '.join(recipes)}, and muon works for all")
+need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}.py has recipes "
+     f"for {', '.join(recipes)}, and muon works for all")
 recipe = recipes.get(optimizer, recipes.get("adamw", {}))
 globals().update({**recipe, **given, "model": module.__name__[6:], "optimizer": optimizer})
 for key, default in defaults.items():
@@ -224,7 +224,7 @@ if resume:                                         # the run that stopped decide
         same = value in (-1, "", saved.get(key)) or key in defaults and key not in FIXED
         need(same, f"{key}={value}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or "
              "start from scratch")
-    need(saved["model"] == model, f"{out}/ckpt.pt is of another model: add --model={saved['model']}")
+    need(saved["model"] == model, f"{out}/ckpt.pt is another model's: add --model={saved['model']}")
     assemble(out, ckpt)                            # or model_NAME.py has changed since
     here = {"out_dir", "init_from", "device", *given}
     globals().update({key: saved[key] for key in defaults if key in saved and key not in here})
@@ -238,8 +238,8 @@ tok = token_bytes = None
 if dataset or not dry_run:
     folder = find_dataset(dataset)
     meta, dataset = load_meta(folder), str(folder)
-known = {key: meta[key] for key in module.Config.__dataclass_fields__ if key in meta}   # such as eot
-known.pop("vocab_size")
+known = {key: meta[key] for key in module.Config.__dataclass_fields__ if key in meta}
+known.pop("vocab_size")                            # what the data says of the model, such as eot
 if block_size != -1:
     known["block_size"] = block_size
 fields = {**known, **overrides}
@@ -392,7 +392,7 @@ log, progress = [], {"val_loss": None, "val_bpb": None, "train_seconds": 0.0}
 if ckpt:
     new = raw.state_dict().keys() - ckpt["model"].keys()      # what start() has left out
     if new:
-        show(f"{len(new)} tensors are new and get their initial values: {', '.join(sorted(new)[:3])}")
+        show(f"{len(new)} tensors are new and start from random: {', '.join(sorted(new)[:3])}")
     raw.load_state_dict({**raw.state_dict(), **ckpt["model"]})
 if resume:
     for o, state in zip(optimizers, ckpt["optimizers"]):
@@ -404,7 +404,7 @@ ckpt = None                                        # its tensors are copied
 net, parallel = raw, None
 if world > 1 and any(p.requires_grad and p not in sparse for p in raw.parameters()):
     from torch.nn.parallel import DistributedDataParallel as DDP
-    names = [name for name, p in raw.named_parameters() if p in sparse]       # average_sparse's part
+    names = [name for name, p in raw.named_parameters() if p in sparse]    # average_sparse's part
     DDP._set_params_and_buffers_to_ignore_for_model(raw, names)
     net = parallel = DDP(raw, device_ids=[local_rank] if gpu else None)
 if compile:
@@ -604,8 +604,8 @@ def peak_memory():
 
 
 def usage(pace):
-    """" mfu 41% 11.2G" at so many tokens/s: FLOP/s as a share of an H100's dense bf16 peak, 989e12 by
-    its data sheet, on such a GPU, and peak memory."""
+    """" mfu 41% 11.2G" at so many tokens/s: on an H100 FLOP/s as a share of its dense bf16 peak,
+    989e12 by the data sheet, and peak memory."""
     text = f" {peak_memory() / 2 ** 30:.1f}G"
     if gpu and any(name in torch.cuda.get_device_name() for name in ("H100", "H200")):
         text = f" mfu {flops * pace / world / 989e10:.0f}%{text}"
@@ -625,18 +625,20 @@ def interrupted(number, frame):
     stop.append(number)
 
 
-def leave(code):
+def leave(message=""):
     """The end of a process; gloo's threads now and then abort the interpreter's own way out."""
     if locked is not None:
         locked.close()
     if world > 1:
+        if message and master:
+            print(message, file=sys.stderr)
         dist.barrier()                             # nobody leaves while another works on
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    if code:
-        sys.exit(code)
+        os._exit(1 if message else 0)
+    if message:
+        sys.exit(message)
 
 
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -666,10 +668,8 @@ try:
                 show(text)
         if over_processes(torch.tensor(len(stop))) > 0:        # all end after the same step
             save(f"{step:5}/{max_iters} interrupted")
-            if master:
-                print(f"train.py: stopped; go on with: python train.py --model={model} "
-                      f"--out_dir={out} --init_from=resume", file=sys.stderr)
-            leave(1)
+            leave(f"train.py: stopped; go on with: python train.py --model={model} "
+                  f"--out_dir={out} --init_from=resume")
         if step == max_iters:
             break
         start = time.perf_counter()
@@ -718,7 +718,8 @@ if master:
     seconds = median(step_times) if step_times else None
     trained_loss = [row["loss"] for row in log if "loss" in row]
     result = {
-        "model": model, "seed": seed, **progress, "curve": [row for row in log if "val_loss" in row],
+        "model": model, "seed": seed, **progress,
+        "curve": [row for row in log if "val_loss" in row],
         "train_loss": trained_loss[-1] if trained_loss else None,
         "params": counts, "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds,
         "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * batch_tokens,
@@ -742,4 +743,4 @@ if master:
         show(f"\na sample:\n{tok.decode([int(i) for i in ids])}\n")
     show(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result "
          f"{out}/result.json\nnext: python sample.py --out_dir={out} --prompt=\"...\"")
-leave(0)
+leave()

@@ -2,10 +2,11 @@
 The time of a training step beside that of the model's own dense baseline, step by step in turn.
 
     python experiments/step_time.py --model=lime --depth=4
-    python experiments/step_time.py --model=move --dtype=float32 --profile=True   # and what takes it
+    python experiments/step_time.py --model=move --dtype=float32 --profile=True
 
 All options but these two are train.py's; the data decides nothing here but the vocabulary. The
 figures are medians; the steps are train.py's own, forward, backward, clipping and optimizers.
+--profile=True prints which of torch's operations take the time.
 """
 import contextlib
 import io
