@@ -859,53 +859,91 @@ def average_sparse(grad):
 
 # ================================================================ the head: linear layer and cross-entropy in one
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """The loss and, in the same pass over chunks of tokens, its gradients: (tokens, vocab) is never whole."""
+SLICE = 2**18       # logits that are turned at once into a loss and their gradient on a CPU: 1 MB in fp32, which stays in its cache
 
-    @staticmethod
-    def forward(ctx, x, weight, targets, softcap, chunk):
-        valid = targets >= 0
-        count = valid.sum().clamp(min=1)
-        wants = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        total = torch.zeros((), dtype=acc_dtype(x), device=x.device)
-        grad_x = torch.empty_like(x) if wants else None
-        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if wants else None
-        for rows in torch.arange(len(x), device=x.device).split(chunk):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            z = F.linear(x[part], weight).to(total.dtype)                              # (chunk, V)
-            z = softcap * torch.tanh(z / softcap) if softcap else z
-            index = targets[part].clamp(min=0)[:, None]
-            log_p = z.log_softmax(-1)
-            total -= (log_p.gather(1, index)[:, 0] * valid[part]).sum()
-            if not wants:
-                continue
-            dz = log_p.exp_()
-            dz.scatter_add_(1, index, -torch.ones_like(index, dtype=dz.dtype))
-            dz *= (valid[part] / count)[:, None]
-            dz = dz * (1 - (z / softcap).square()) if softcap else dz
-            dz = dz.to(x.dtype)
-            grad_x[part] = dz @ weight
-            grad_weight += (dz.T @ x[part]).to(total.dtype)
-        ctx.save_for_backward(grad_x, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return total / count
 
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x, grad_weight = ctx.saved_tensors
-        return (grad * grad_x).to(grad_x.dtype), (grad * grad_weight).to(ctx.weight_dtype), None, None, None
+def cross_entropy_rows_torch(z, targets, softcap, gradient):
+    """z (rows, V) logits, targets (rows,) -> losses (rows,), 0 where the target is negative. With gradient, z becomes dloss/dz."""
+    losses = []
+    rows = max(1, SLICE // z.shape[1])
+    for part, target in zip(z.split(rows), targets.split(rows)):
+        s = part.to(acc_dtype(z))                                                      # z itself in fp32, else a copy
+        if softcap:
+            tanh = torch.tanh(s / softcap)
+            s = torch.mul(tanh, softcap, out=s)
+        ignored = (target < 0)[:, None]
+        target = target.clamp(min=0)[:, None]
+        lse = s.logsumexp(1, keepdim=True)
+        losses.append((lse - s.gather(1, target)).masked_fill(ignored, 0).squeeze(1))
+        if gradient:
+            s.sub_(lse.masked_fill(ignored, math.inf)).exp_()                          # softmax; 0 in ignored rows
+            s.scatter_add_(1, target, ignored.to(s.dtype) - 1)
+            if softcap:
+                s.mul_(1 - tanh.square_())
+            part.copy_(s)
+    return torch.cat(losses)
+
+
+def linear_cross_entropy_fake(x, weight, targets, softcap, dtype, wants_x, wants_weight):
+    acc = acc_dtype(x, weight)
+    return x.new_empty((), dtype=acc), x.new_empty(x.shape if wants_x else (0,), dtype=dtype), weight.new_empty(
+        weight.shape if wants_weight else (0,), dtype=acc)
+
+
+@operator(linear_cross_entropy_fake)
+def linear_cross_entropy_op(x: Tensor, weight: Tensor, targets: Tensor, softcap: float, dtype: torch.dtype, wants_x: bool,
+                            wants_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """-> the sum of the losses and, where wanted, its gradients for x (in dtype) and weight (fp32). Products run in dtype."""
+    acc = acc_dtype(x, weight)
+    total = x.new_zeros((), dtype=acc)
+    d_x = x.new_empty(x.shape if wants_x else (0,), dtype=dtype)
+    d_weight = weight.new_zeros(weight.shape if wants_weight else (0,), dtype=acc)
+    x, weight = x.to(dtype), weight.to(dtype)
+    V = len(weight)
+    rows = max(1024, 2**26 // V) if x.is_cuda else max(256, 2**21 // V)
+    for start in range(0, len(x), rows):
+        part = slice(start, start + rows)
+        z = x[part] @ weight.T                                                         # (rows, V)
+        total += cross_entropy_rows_torch(z, targets[part], softcap, wants_x or wants_weight).sum()
+        if wants_x:
+            torch.mm(z, weight, out=d_x[part])
+        if wants_weight and dtype == acc:
+            d_weight.addmm_(z.T, x[part])
+        elif wants_weight:
+            d_weight += z.T @ x[part]
+    return total, d_x, d_weight
+
+
+def linear_cross_entropy_setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)                                                   # no zeros for the outputs that nobody uses
+    ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+    ctx.save_for_backward(*output[1:])
+
+
+def linear_cross_entropy_backward(ctx, grad, *_):
+    grads = [None, None]
+    for n, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes)):
+        if ctx.needs_input_grad[n] and grad is not None:
+            grads[n] = (gradient * grad).to(dtype)
+    return *grads, None, None, None, None, None
+
+
+linear_cross_entropy_op.register_autograd(linear_cross_entropy_backward, setup_context=linear_cross_entropy_setup)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0) -> Tensor:
-    """Mean cross-entropy (nats) of the logits z = x weight^T at targets >= 0; 0 if there is none.
+    """Mean cross-entropy in nats of the logits z = x weight^T at the targets >= 0; 0 if there is none.
 
-    x (..., d), weight (V, d), targets (...) int64, -1 where there is no loss. softcap c > 0: c tanh(z / c) in place of z.
-    Returns a scalar in fp32 (fp64 for fp64 inputs)."""
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    x, targets = x.reshape(-1, x.size(-1)), targets.reshape(-1)
-    return LinearCrossEntropy.apply(x, weight, targets, softcap, max(1, 2 ** 21 // len(weight)))
+    x (..., d), weight (V, d), targets (...) int64, negative where there is no loss. softcap c > 0: c tanh(z / c) in place of z.
+    -> a scalar in fp32 (fp64 for fp64). Under autocast the products run in its dtype. The gradients are made in the forward pass, chunk by
+    chunk, while the logits are in the cache: nothing of (tokens, V) is ever held.
+    """
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    learns = torch.is_grad_enabled()
+    total, _, _ = linear_cross_entropy_op(x, weight, targets, float(softcap), dtype, learns and x.requires_grad,
+                                          learns and weight.requires_grad)
+    return total / (targets >= 0).sum().clamp(min=1)
 
 
 # ================================================================ training on a CPU
