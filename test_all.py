@@ -1191,7 +1191,7 @@ def test_newton_schulz_is_torchs():
 # ================================================================ every model: the generic block
 
 VARIANTS = {                                                   # every model file's main switches, at a size that trains in milliseconds
-    "move": [dict(), dict(memory="none"), dict(memory="lave"), dict(memory="lave", memory_scale=2, gate_v=1), dict(n_kv_head=1), dict(slots=3, gate_v=0),
+    "move": [dict(), dict(memory="none"), dict(memory="lave"), dict(memory="lave", memory_scale=2, gate_v=1), dict(n_kv_head=1), dict(memory_scale=2, gate_v=0),
              dict(attention="mla"), dict(attention="mla", memory="lave"), dict(attention="mla", memory="none", n_kv_head=1), dict(sparse_memory=True)],
     "lime": [dict(), dict(router="none"), dict(router="average"), dict(router="last-2"), dict(router="first-1"), dict(router="dilated-2"),
              dict(router="no-head-mix"), dict(router="per-dim"), dict(router="dynamic"), dict(n_kv_head=1, tied=False), dict(baseline="denseformer"), dict(baseline="hyper")],
