@@ -456,7 +456,7 @@ class Model(nn.Module):
         return {"gates": (torch.stack(gates), ("layer", "token", "head", "slot"))}
 
 
-# ================================================================ below the fold: baselines
+# ================================================================ below the fold
 
 class LaVE(MoVE):
     """Layer-wise value embeddings (eq. 6): MoVE with one slot and a table of the layer's own, by
