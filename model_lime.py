@@ -24,7 +24,7 @@ SwiGLU, tied embeddings. Below the fold: the paper's other routers (a few layers
 one head, one weight a channel, weights from the input) and its baselines, DenseFormer and
 Hyper-Connections.
 
-    python train.py --model=lime --depth=4    # --dense=True: LLaMA; --router=last-2; --baseline=hyper
+    python train.py --model=lime --depth=4         # --dense=True: LLaMA; --router=last-2: another one
 """
 import re
 import zlib
@@ -252,7 +252,7 @@ class Router(nn.Module):
 
     def init_weights(self, name):
         """A layer's own heads: the identity. The others: Kaiming uniform, so that together they add
-        the variance of one more head (Appendix H; the parentheses of 3/((l+1)H) are missing)."""
+        the variance of one more head (Appendix H, which prints 3/((l+1)H) without parentheses)."""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:
