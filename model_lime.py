@@ -24,7 +24,7 @@ SwiGLU, tied embeddings. Below the fold: the paper's other routers (a few layers
 one head, one weight a channel, weights from the input) and its baselines, DenseFormer and
 Hyper-Connections.
 
-    python train.py --model=lime --depth=4         # --dense=True: LLaMA; --router=last-2: another one
+    python train.py --model=lime --depth=4       # --dense=True: LLaMA; --router=last-2: another
 """
 import re
 import zlib
