@@ -1364,7 +1364,7 @@ def test_later_tokens_do_not_change_earlier_logits(name, switches):
 
 @every_case
 def test_loss_is_the_mean_over_targets(name, switches):
-    model, idx = make(name, torch.float64, **switches), some_tokens(2, 13)
+    model, idx = make(name, torch.float64, **switches).eval(), some_tokens(2, 13)
     x, y = idx[:, :-1], idx[:, 1:].clone()
     y[0, 3:9] = -1
     loss = model(x, y)[1].double()
