@@ -1429,6 +1429,18 @@ def test_a_copy_with_a_line_more_passes_as_well(name, tmp_path, monkeypatch):
     test_file_cut_at_the_fold_still_trains(copy, tmp_path, monkeypatch)
 
 
+def test_a_model_without_hooks_gets_their_defaults(tmp_path, monkeypatch):
+    text = (ROOT / "model_lime.py").read_text()
+    for hook in ("new_cache", "inspect"):
+        text = text.replace(f"def {hook}(", f"def no_{hook}(")
+    (tmp_path / "model_bare.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = make("bare")
+    assert model.new_cache(1, 8) is None                       # decoded by full forwards
+    assert model.inspect(some_tokens()) == {}
+    test_meta_device_depth_dial_and_inspect("bare")
+
+
 def plain_linear_cross_entropy(x, weight, targets, softcap=0.0):
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
 
