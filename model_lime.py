@@ -47,14 +47,12 @@ class Config:
     n_kv_head: int = -1           # H_kv, key/value heads; -1: n_head (fewer: grouped queries)
     n_embd: int = 2048            # d, width
     n_inner: int = -1             # width of the MLP's hidden layer; -1: 4*n_embd
-    router: str = ""              # static | none | average | last-4 | first-4 | first-4-prev |
-                                  # dilated-8 | no-head-mix | per-dim | dynamic; any number for 4, 8
+    router: str = ""              # static | none | one of ROUTERS at the end, as last-4 for last-j;
                                   # "": static, or none beside a baseline
     router_init: str = "identity" # of a layer's own heads; random: like the others' (worse)
     router_lr: float = 10.0       # learning rate of the routers, times the others' (1e-2 to 1e-3)
     router_decay: float = 0.0     # their weight decay (none in the paper)
-    kv_init: float = 0.02         # standard deviation of W_K and W_V at the start; the published
-                                  # code has 1/sqrt(3d) there, in LIMe alone
+    kv_init: float = 0.02         # std of W_K, W_V at the start; the published LIMe's: 1/sqrt(3d)
     baseline: str = ""            # denseformer | hyper: another way to reach earlier layers
     tied: bool = True             # one matrix for the embedding and the head
     rope_base: float = 10000.0    # of the rotary embedding

@@ -54,15 +54,13 @@ class Config:
     n_kv_head: int = -1           # H_kv, key/value heads; -1: n_head (fewer: grouped queries)
     n_embd: int = 768             # d, width
     memory: str = "move"          # move | lave | none
-    memory_scale: float = 1.0     # the paper's "x". MoVE: M = ceil(x L/2) slots; LaVE: 1 puts a
-                                  # table into every second layer, 2 into every layer
+    memory_scale: float = 1.0     # x: M = ceil(x L/2) slots; LaVE: 1 every second layer, 2 all
     gate_v: int = -1              # gate g_0 on V, 0 or 1; -1: the paper's, 1 for MoVE, 0 for LaVE
     attention: str = "mha"        # mha | mla
-    memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's. While
-                                  # gates are 1 a token's M slots get equal gradients: at 1/M their
-                                  # sum moves as fast as one row, which pays in short runs
-    sparse_memory: bool = False   # row-sparse gradients and lazy Adam for the bank: a step costs
-                                  # the same for any vocabulary
+    memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
+                                  # While gates are 1 a token's M slots get equal gradients: at 1/M
+                                  # their sum moves as fast as one row, which pays in short runs.
+    sparse_memory: bool = False   # row-sparse gradients, lazy Adam: cost independent of vocabulary
 
     def check(self, ok, fields, rule):
         """Raise ValueError that names the fields and the rule they break."""
