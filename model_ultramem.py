@@ -70,7 +70,7 @@ class Config:
     virtual: int = -1             # E, blocks of virtual slots over the values; -1: 1 (UltraMem 4)
     projectors: int = -1          # 1, or E: a W_out for each block (eq. 9); -1: 1 (UltraMem E)
     share: str = ""               # ring:g | noring:g | block:g: slots of g layers' tables (4.2.8)
-    init: str = "published"       # published | appendix (eq. 26) | ffn (as large as the SwiGLU is)
+    init: str = "published"       # published | appendix (eq. 26); MoE: published | ffn (as large)
     value_lr: float = 1.0         # rate of the values at the start, in units of the others' (4.2.9)
     value_lr_until: float = 0.25  # the fraction of the run at which it has fallen to 1
     balance_loss: float = 0.0     # beta of eq. 19 (the paper tried 0.001)
@@ -82,7 +82,11 @@ class Config:
         experts of which 8 are used."""
         d, L = self.n_embd, self.n_layer
         memory = memory_class(self.memory)
-        self.check(d % (2 * self.n_head) == 0, "n_embd n_head", "n_embd must divide by 2*n_head")
+        for name in ("n_layer", "n_head", "n_embd", "n_keys", "heads", "top_k", "value_dim"):
+            self.check(getattr(self, name) != 0, name, "must be at least 1")
+        self.check(d % (2 * self.n_head) == 0, "n_embd n_head",
+                   "n_embd must be a multiple of 2*n_head")
+        self.check(self.value_lr_until > 0, "value_lr_until", "must be more than 0")
         if memory is None:
             self.sparse_memory = False
             self.fill(n_inner=4 * d)
@@ -452,8 +456,7 @@ class UltraMemV2(nn.Module):
 
     @staticmethod
     def check(c):
-        c.check(c.init in ("published", "appendix", "ffn"), "init",
-                "choose published, appendix or ffn")
+        c.check(c.init in ("published", "appendix"), "init", "choose published or appendix")
         layers = len(c.added_after)
         if c.share:
             kind, _, g = c.share.partition(":")
@@ -655,9 +658,9 @@ class Model(nn.Module):
 
 def appendix_start(memory, generator):
     """Appendix 6: norm weights with which a score is 1 on average; returns the values' standard
-    deviation with which the memory's output has the variance that eq. 25 gives to the FFN's. Its
-    derivation cuts the activation's input off at 0, so that a SwiGLU as it is comes out 1.8 times
-    smaller than eq. 25: init="ffn" is as small."""
+    deviation with which the memory's output has the variance that eq. 25 gives to the FFN's. (Its
+    derivation cuts the activation's input off at 0: a SwiGLU as it is comes out 1.8 times smaller.)
+    """
     c, r = memory.config, memory.retrieve
     x = torch.randn(512, c.n_embd, generator=generator, device=r.perm.device)
     scores = r(x)[0]
@@ -665,8 +668,7 @@ def appendix_start(memory, generator):
     r.q_norm.weight.fill_(mean ** -0.25)                       # a score has four such factors
     r.k_norm.weight.fill_(mean ** -0.25)
     spread = 1 + (scores.std() / mean).square()                # 1 + sigma_s^2
-    variance = 0.0614 if c.init == "ffn" else 0.2
-    ratio = variance * c.n_inner / (c.heads * c.top_k * spread * c.value_dim * c.n_layer)
+    ratio = 0.2 * c.n_inner / (c.heads * c.top_k * spread * c.value_dim * c.n_layer)
     if c.pre_value_dim:
         return (ratio / c.pre_value_dim) ** 0.25               # eq. 26
     return (0.4 * ratio) ** 0.5                                # eq. 22 without pre-values
@@ -745,6 +747,7 @@ class UltraMem(UltraMemV2):
                     pre_value_dim=0, rank_queries=0, virtual=E, projectors=E)
 
 
+# Fields that mean nothing to a memory without Tucker scores.
 PLAIN = dict(share="", rank_queries=1, virtual=1, projectors=1, balance_loss=0.0)
 
 
@@ -904,16 +907,13 @@ class MoE(nn.Module):
     def forward(self, x, tables):
         tokens = x.flatten(0, 1)
         weights, experts, aux = self.retrieve(tokens)          # (P, m, 1), (P, m)
-        order = experts.flatten().argsort(stable=True)         # the P*m visits, expert by expert
-        visitor = order // self.config.top_k
-        visits = torch.bincount(experts.flatten(), minlength=self.config.n_keys)
-        outputs = []
-        for part, (gate, up, down) in zip(tokens[visitor].split(visits.tolist()), self.experts):
-            hidden = F.silu(F.linear(part, gate)) * F.linear(part, up)
-            outputs.append(F.linear(hidden, down.t()))
-        y = torch.cat(outputs)                                 # (P*m, d)
-        y = y * weights.flatten()[order, None].to(y.dtype)
-        y = torch.zeros_like(tokens, dtype=y.dtype).index_add(0, visitor, y)
+        y = torch.zeros_like(tokens)
+        for e, (gate, up, down) in enumerate(self.experts):
+            token, pick = (experts == e).nonzero(as_tuple=True)        # this expert's visitors
+            h = tokens[token]
+            h = F.silu(F.linear(h, gate)) * F.linear(h, up)
+            h = F.linear(h, down.t()) * weights[token, pick]
+            y.index_add_(0, token, h.to(y.dtype))
         return y.view(x.shape), aux
 
     @torch.no_grad()

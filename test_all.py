@@ -1962,7 +1962,8 @@ def test_lime_config_fills_in_what_is_automatic():
 # ================================================================ model_ultramem.py: UltraMemV2
 
 def slow_norm(t, weight):
-    return t / (t.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    mean_square = t.square().mean(-1, keepdim=True)
+    return t / (mean_square + 1e-5).sqrt() * weight
 
 
 def slow_picks(r, c, q, h):
@@ -1971,14 +1972,16 @@ def slow_picks(r, c, q, h):
     m_key = min(c.top_k, 128, n)
     keys = slow_norm(r.keys[h], r.k_norm.weight)               # (2, r, n, D_k)
     S_row, S_col = torch.einsum("sxd,sxnd->sxn", q, keys)      # (r, n) each              eq. 6
-    U, _, Vh = torch.linalg.svd(r.core[:, h].sum(0).detach())  # eq. 16
+    cores = r.core[:, h]                                       # (H, r, r)
+    U, _, Vh = torch.linalg.svd(cores.sum(0).detach())         # eq. 16
     sign = (U[:, 0] @ r.u[h]).sign()
-    rows = (sign * U[:, 0] @ S_row).topk(m_key).indices
-    cols = (sign * Vh[0] @ S_col).topk(m_key).indices
+    a = sign * U[:, 0] @ S_row                                 # (n,)
+    b = sign * Vh[0] @ S_col
     grid = []
-    for i, j in itertools.product(rows, cols):
-        s = [S_row[:, i] @ C @ S_col[:, j] for C in r.core[:, h]]      # eqs. 7, 11
-        grid.append((i * n + j, torch.stack(s)))
+    for i in a.topk(m_key).indices:
+        for j in b.topk(m_key).indices:
+            s = [S_row[:, i] @ C @ S_col[:, j] for C in cores]     # eqs. 7, 11
+            grid.append((i * n + j, torch.stack(s)))
     grid.sort(key=lambda pick: pick[1].sum().item(), reverse=True)
     return grid[:c.top_k]
 
@@ -2104,14 +2107,15 @@ def test_ultramem_retrieval_is_exact_for_rank_one_cores():
     torch.manual_seed(0)
     u = F.normalize(torch.tensor([[2.0, 1.0]]))                # (R, r)
     v = F.normalize(torch.tensor([[1.0, 3.0]]))
-    core = 5 * u[0, :, None] * v                               # lambda = 5
+    core = 5 * u[:, :, None] * v[None, None]                   # (H, R, r, r), lambda = 5
     for low in (0.0, -math.inf):
         a, b = torch.randn(2, 50, 20).clamp(min=low)           # (P, n)
         s_row = torch.einsum("rx,pn->prxn", u, a)
         s_col = torch.einsum("rx,pn->prxn", v, b)
-        scores, _ = kernels.tucker_topk(s_row, s_col, u, v, core[None, None], 6, 6)
-        full = 5 * a[:, :, None] * b[:, None]
-        allowed = (low == 0) | (a > 0)[:, :, None] & (b > 0)[:, None]
+        scores, _ = kernels.tucker_topk(s_row, s_col, u, v, core, 6, 6)
+        a, b = a[:, :, None], b[:, None]
+        full = 5 * a * b                                       # (P, n, n)
+        allowed = (a > 0) & (b > 0) | (low == 0)
         best = full.where(allowed, -1).flatten(1).topk(6).values
         torch.testing.assert_close(scores[:, 0, :, 0], best)
         lost = full.flatten(1).amax(1) > best[:, 0] + 1e-3
@@ -2124,7 +2128,8 @@ def test_ultramem_prefilter_finds_half_of_the_best_slots_at_the_start():
     model = model_ultramem.Model(model_ultramem.Config.from_depth(4, vocab_size=61))
     model.init_weights()
     r = model.blocks[0].memory.retrieve
-    q = r.q_norm(r.W_q(torch.randn(64, 256)).view(64, 2, 2, 64))
+    q = r.W_q(torch.randn(64, 256))
+    q = r.q_norm(q.view(64, 2, 2, 64))                         # (P, 2, r, D_k)
     row, col = torch.einsum("psxd,sxnd->spxn", q, r.k_norm(r.keys)[0])
     full = torch.einsum("pxi,xy,pyj->pij", row, r.core[:, 0].sum(0), col)
     best = full.flatten(1).topk(32).indices
@@ -2142,14 +2147,16 @@ def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
     stretch = torch.diag(torch.tensor([2.0, 1.0]))
     for step in range(40):       # the core turns around, and u with it
         sin, cos = math.sin(step / 10), math.cos(step / 10)
-        r.core.data[:] = torch.tensor([[cos, -sin], [sin, cos]]) @ stretch
+        turn = torch.tensor([[cos, -sin], [sin, cos]])
+        r.core.data[:] = turn @ stretch
         last = r.u.clone()
         model(some_tokens())
         assert torch.equal(r.u, last), "only begin_step writes"
         model.begin_step(step, 40)
         left, _, right = torch.linalg.svd(r.core.sum(0))
-        pair = left[:, :, :1] * right[:, :1]                   # whatever its sign
-        torch.testing.assert_close(r.u[:, :, None] * r.v[:, None], pair)
+        want = left[:, :, :1] * right[:, :1]                   # whatever the sign of the pair
+        pair = r.u[:, :, None] * r.v[:, None]
+        torch.testing.assert_close(pair, want)
         assert step == 0 or (r.u * last).sum(1).min() > 0.99
     assert (r.u[:, 0] < -0.7).all()                            # 3.9 rad: the other way round
 
@@ -2165,10 +2172,11 @@ def test_ultramem_starts_as_the_published_layers_do(memory, power, layer, projec
     r = module.retrieve
     torch.testing.assert_close(r.q_norm.weight, torch.full((64,), 64 ** -power))
     torch.testing.assert_close(r.k_norm.weight, r.q_norm.weight)
-    stds = {r.W_q.weight: 1 / 8, r.keys: 1 / 8, module.W_out.weight: projected ** -0.5,
-            table.values: 0.02}
+    stds = {r.W_q.weight: 1 / 8, r.keys: 1 / 8, table.values: 0.02}
+    stds[module.W_out.weight] = projected ** -0.5
     if memory == "ultramemv2":
-        stds.update({module.W_pre.weight: 1 / 16, table.pre_values: 0.02})
+        stds[module.W_pre.weight] = 1 / 16
+        stds[table.pre_values] = 0.02
     for p, std in stds.items():
         assert p.std().item() == pytest.approx(std, rel=0.06)
         assert p.mean().abs() < 0.1 * std
@@ -2183,22 +2191,19 @@ def test_ultramem_starts_as_the_published_layers_do(memory, power, layer, projec
     (16, 64, 0, 4),
 ])
 def test_ultramem_appendix_start_has_the_variance_of_the_ffn(m, value_dim, pre_value_dim, n_layer):
-    """Eq. 25 for the memory. A real SwiGLU is 1.8 times below it (its SiLU is no truncated normal):
-    so is init="ffn"."""
+    """Eq. 25 for the memory. A real SwiGLU is 1.8 times below: its SiLU is no truncated normal."""
     eq25 = (0.064 * 512 / 256 / (2 * n_layer)) ** 0.5
-    for init, std in (("appendix", eq25), ("ffn", eq25 / 1.8)):
-        model = make("ultramem", randomize=False, n_embd=256, n_layer=n_layer, n_inner=512,
-                     n_keys=64, key_dim=64, top_k=m, value_dim=value_dim,
-                     pre_value_dim=pre_value_dim, init=init)
-        block = model.blocks[1]
-        x = torch.randn(1, 1000, 256)
-        with torch.no_grad():
-            scores = block.memory.retrieve(x[0])[0]
-            y = block.memory(x, model.tables)[0]
-            ffn = block.mlp(x)
-        assert scores.mean().item() == pytest.approx(1, abs=0.05)
-        assert y.std().item() == pytest.approx(std, rel=0.1)
-        assert ffn.std().item() == pytest.approx(eq25 / 1.8, rel=0.1)
+    model = make("ultramem", randomize=False, n_embd=256, n_layer=n_layer, n_inner=512, n_keys=64,
+                 key_dim=64, top_k=m, value_dim=value_dim, pre_value_dim=pre_value_dim,
+                 init="appendix")
+    block = model.blocks[1]
+    x = torch.randn(1, 1000, 256)
+    scores = block.memory.retrieve(x[0])[0]
+    y = block.memory(x, model.tables)[0]
+    ffn = block.mlp(x)
+    assert scores.mean().item() == pytest.approx(1, abs=0.05)
+    assert y.std().item() == pytest.approx(eq25, rel=0.1)
+    assert ffn.std().item() == pytest.approx(eq25 / 1.8, rel=0.1)
 
 
 def test_ultramem_moe_starts_smaller_than_the_ffn_or_as_large():
@@ -2285,12 +2290,17 @@ def test_ultramem_layers_share_tables_as_in_table_7():
         first = [block.memory.offset // 16 for block in model.blocks]
         return [{1 + (i + j) % 24 for j in range(g)} for i in first]
 
-    ring, noring, block = tables("ring", 4), tables("noring", 4), tables("block", 4)
-    assert noring[:3] == [{1, 2, 3, 4}, {1, 2, 3, 4}, {2, 3, 4, 5}]
-    assert noring[23] == block[23] == {21, 22, 23, 24}
-    assert block[0] == block[3] == {1, 2, 3, 4}
+    first = {1, 2, 3, 4}
+    last = {21, 22, 23, 24}
+    noring = tables("noring", 4)
+    assert noring[0] == noring[1] == first and noring[23] == last
+    assert noring[2] == {2, 3, 4, 5}
+    block = tables("block", 4)
+    assert block[0] == block[3] == first and block[23] == last
     assert block[4] == {5, 6, 7, 8}
-    assert ring[0] == {1, 2, 3, 4} and ring[23] == {24, 1, 2, 3}   # the paper's, a layer later
+    ring = tables("ring", 4)                                   # the paper's, a layer later
+    assert ring[0] == first
+    assert ring[23] == {24, 1, 2, 3}
     for layer, picked in enumerate(tables("noring", 9), 1):
         assert layer in picked
     for g, side in ((1, 964), (4, 1928), (9, 2892), (16, 3856)):   # the paper prints 2896 at g = 9
@@ -2337,8 +2347,9 @@ def test_ultramem_balance_loss_changes_gradients_and_not_the_loss():
         assert torch.equal(loss, want)
         other = torch.autograd.grad(loss, r.keys)[0]
         assert torch.equal(other, grad) != training, "only while training"
-    x, loss = torch.randn(200, 32), 0
+    x = torch.randn(200, 32)
     q = r.q_norm(r.W_q(x).view(200, 2, 2, -1))
+    loss = 0
     for side, vector in enumerate((r.u, r.v)):
         keys = r.k_norm(r.keys[0, side])
         s = torch.einsum("pxd,xnd,x->pn", q[:, side], keys, vector[0])
@@ -2405,7 +2416,8 @@ def test_ultramem_trains_sparsely_with_decaying_value_rates(text_folder, tmp_pat
 def test_ultramem_inspect_counts_the_use_of_slots(memory):
     model = make("ultramem", memory=memory, memory_layers="0,2", n_keys=12, top_k=4)
     idx, out = some_tokens(1, 9), []
-    seen = {name: tensor[1] for name, (tensor, _) in model.inspect(idx).items()}
+    found = model.inspect(idx)
+    seen = {name: tensor[1] for name, (tensor, _) in found.items()}
     layer = model.blocks[2].memory
     for module in (layer.retrieve, layer):
         module.register_forward_hook(lambda module, args, output: out.append(output))
@@ -2428,8 +2440,8 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory):
         want["lambda1"], want["lambda2"] = values.mean(0)
     use = seen.pop("use")
     torch.testing.assert_close(seen, want, rtol=1e-4, atol=1e-6)
-    times = [uses == 0, uses == 1, (uses == 2) | (uses == 3)]
-    torch.testing.assert_close(use[:3], torch.stack(times).float().mean(1))
+    times = torch.stack([uses == 0, uses == 1, (uses == 2) | (uses == 3)])
+    torch.testing.assert_close(use[:3], times.float().mean(1))
     assert len(use) == 12
 
 
@@ -2446,7 +2458,7 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory):
     (dict(share="block:3"), "a divisor"),
     (dict(virtual=3), "virtual=3, projectors=1: give a square, and 1 or as many"),
     (dict(virtual=4, projectors=2), "1 or as many"),
-    (dict(init="x"), "init='x': choose published, appendix or ffn"),
+    (dict(init="x"), "init='x': choose published or appendix"),
     (dict(memory="pkm", share="ring:2"), "memory='pkm', share='ring:2': must be ''"),
     (dict(memory="pkm", virtual=4), "virtual=4"),
     (dict(memory="pkm", pre_value_dim=4), "pre_value_dim=4"),
@@ -2459,6 +2471,8 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory):
     (dict(memory="moe", memory_layers="0:1"), "memory_layers='0:1'"),
     (dict(key_dim=4000), "n_inner=-.*make the memory smaller"),
     (dict(memory="none", n_inner=0), "n_inner=0"),
+    (dict(heads=0), "heads=0: must be at least 1"),
+    (dict(value_lr_until=0.0), "value_lr_until=0.0"),
 ])
 def test_ultramem_config_errors(fields, message):
     shape = dict(n_layer=4, n_head=4, n_embd=64, vocab_size=61)
