@@ -94,9 +94,11 @@ class Config:
         if self.rope_scaling:
             factor, low, high, context = map(float, self.rope_scaling.split(":"))
             self.check(low < high, "rope_scaling", "factor:low:high:context needs low < high")
-        fewest = 0 if self.upscale == "base" else 1
-        self.check(fewest <= self.inserted <= fewest * self.n_layer, "upscale n_layer inserted",
-                   "needs 1 to n_layer inserted blocks, and none for base")
+        if self.upscale == "base":
+            self.check(self.inserted == 0, "upscale inserted", "a base has no inserted blocks")
+        else:
+            self.check(1 <= self.inserted <= self.n_layer, "n_layer inserted",
+                       "needs 1 to n_layer inserted blocks")
         own = (self.memory, self.placement, self.queries) == ("hml", "distributed", "")
         self.check(self.upscale == "midus" or own, "upscale memory placement queries",
                    "these kinds of memory blocks need upscale=midus")
@@ -368,8 +370,8 @@ def places(config):
 def layout(config):
     """The names of the blocks from bottom to top: blocks.0, inserted.0, blocks.1, ..."""
     names = [f"blocks.{i}" for i in range(config.n_layer)]
-    for j, place in reversed(list(enumerate(places(config)))):     # from the top: places stay true
-        names.insert(place, f"inserted.{j}")
+    for j, place in reversed(list(enumerate(places(config)))):
+        names.insert(place, f"inserted.{j}")                   # from the top: places stay true
     return names
 
 
@@ -417,12 +419,13 @@ class Model(nn.Module):
             make_block(config, order.index(f"inserted.{j}")) for j in range(config.inserted))
         self.stack = [self.get_submodule(name) for name in order]          # bottom to top
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.head = None                                                   # the embedding's matrix
+        self.head = None                                                   # the embedding is it
         if not config.tied:
             self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.phase == "cpt" and config.upscale not in ("base", "solar"):
-            for name, p in self.named_parameters():            # autograd then keeps nothing of what
-                p.requires_grad_(name.startswith("inserted."))     # is below the first of them
+            # Autograd then keeps nothing of what is below the first inserted block.
+            for name, p in self.named_parameters():
+                p.requires_grad_(name.startswith("inserted."))
 
     @torch.no_grad()
     def init_weights(self, only=""):
@@ -451,6 +454,9 @@ class Model(nn.Module):
                 p.normal_(0, 0.02, generator=generator)
             else:
                 p.normal_(0, p.size(1) ** -0.5, generator=generator)       # W_h (H, r, d_h) too
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.reset_running_stats()
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean
@@ -474,6 +480,7 @@ class Model(nn.Module):
         return F.linear(x, (self.head or self.embed).weight).float()
 
     def new_cache(self, batch_size, max_len):
+        """For max_len tokens of decoding; the values of every head are made here (G.2)."""
         cache = Cache(max_len)
         for memory, block in zip(self.memories(), self.inserted):
             if isinstance(memory, HML):
@@ -589,7 +596,6 @@ class QueryBlock(MemoryBlock):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.kind = config.queries
-        self.n_head = config.n_head
         if self.kind == "batch_norm":
             self.query_norm = nn.BatchNorm1d(config.n_embd)
         elif self.kind == "layer_norm":
@@ -604,7 +610,8 @@ class QueryBlock(MemoryBlock):
         if self.kind == "batch_norm":
             return self.query_norm(a.flatten(0, 1)).view_as(a)
         if self.kind == "layer_norm":
-            return self.query_norm(a.unflatten(-1, (self.n_head, -1))).flatten(2)
+            heads = a.unflatten(-1, (self.attn.n_head, -1))
+            return self.query_norm(heads).flatten(2)
         return a
 
 
@@ -614,7 +621,6 @@ class FullBlock(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer = layer
         self.attn_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.attn = Attention(config, layer)
         self.memory = MEMORIES[config.memory](config)

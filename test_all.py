@@ -2390,7 +2390,7 @@ def test_midus_slots_and_what_a_token_touches(preset, slots, embeddings):
     assert D * 32 * model.inserted[0].memory.retrieve.n_slots == slots
     counts = model.param_counts()
     idle = D * d_h * (4096 - 32 * 4) + embeddings              # 32 heads read 4 rows of V each
-    assert counts["active"] == counts["total"] - idle
+    assert counts["total"] - counts["active"] == idle
     assert counts["memory"] == D * d_h * (32 * 64 + 4096 + 32 * d_h)   # keys, V, W_h
 
 
@@ -2422,7 +2422,7 @@ def test_midus_hml_equals_its_equations_written_as_loops():
     for t in range(3):
         for h in range(4):
             mine = slice(8 * h, 8 * h + 8)
-            row, col = a[0, t, mine].chunk(2)
+            row, col = a[0, t, mine].chunk(2)                  # the query's halves
             scores = torch.empty(25, dtype=torch.float64)
             for i, j in itertools.product(range(5), range(5)):
                 scores[5 * i + j] = keys[h, 0, i] @ row + keys[h, 1, j] @ col
@@ -2431,8 +2431,8 @@ def test_midus_hml_equals_its_equations_written_as_loops():
     got = hml(a)
     torch.testing.assert_close(got, want)
     parameters = list(hml.parameters())
-    slow, fast = (torch.autograd.grad((y * a.cos()).sum(), parameters) for y in (want, got))
-    torch.testing.assert_close(fast, slow)
+    slow = torch.autograd.grad(want, parameters, a.cos())
+    torch.testing.assert_close(torch.autograd.grad(got, parameters, a.cos()), slow)
 
 
 def ultramem_scores(core, row, col, k):
@@ -2457,7 +2457,7 @@ def test_other_memories_equal_their_equations_written_as_loops(memory):
     a = x + block.attn(block.attn_norm(x), rotary)
     mem, want = block.memory, x.clone()
     for t, h in itertools.product(range(9), range(4)):
-        q = (mem.W_q.weight @ a[0, t])[8 * h:8 * h + 8]
+        q = mem.W_q(a[0, t])[8 * h:8 * h + 8]
         keys = mem.retrieve.keys[h]
         if memory == "linear":
             scores = keys @ q
@@ -2518,9 +2518,19 @@ def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
 @pytest.mark.parametrize("method", ["solar", "avg_deus", "lesa"])
 def test_other_methods_are_not_the_identity_at_step_0(method):
     base, idx = midus_base(), some_tokens(2, 14)
+    grown = midus_grown(method, base, inserted=2)
     with torch.no_grad():
-        difference = midus_grown(method, base, inserted=2)(idx)[0] - base(idx)[0]
+        difference = grown(idx)[0] - base(idx)[0]
     assert difference.abs().max() > 0.1
+
+
+def test_midus_init_weights_sets_the_statistics_of_batch_norm_too():
+    model = midus_grown(queries="batch_norm")
+    norm = model.inserted[0].query_norm
+    norm.running_mean.fill_(math.nan)                          # memory of a tensor made empty
+    norm.running_var.fill_(math.nan)
+    model.init_weights()
+    assert not norm.running_mean.any() and (norm.running_var == 1).all()
 
 
 SILENT = ("attn.W_O.weight", "mlp.down.weight")
@@ -2552,8 +2562,8 @@ def test_opt_deus_puts_the_lower_neurons_in_the_upper_ones_order():
     for name, steps in (("W_Q", 5), ("W_K", 3), ("W_V", 2), ("W_O", 7)):
         for p in lower.attn.get_submodule(name).parameters():  # the bias too
             p.copy_(p.roll(steps, 0))
-    lower.mlp.gate.weight.copy_(upper.mlp.gate.weight.flip(0).roll(7, 1))  # they read W_O's output
-    lower.mlp.up.weight.copy_(upper.mlp.up.weight.roll(9, 0).roll(7, 1))
+    for linear in (lower.mlp.gate, lower.mlp.up):              # columns: they read W_O's output
+        linear.weight.copy_(linear.weight.flip(0).roll(7, 1))
     lower.attn_norm.weight.fill_(3)
     new = midus_grown("opt_deus", base, inserted=2).inserted[0]
     norm = upper.mlp_norm.weight
@@ -2578,7 +2588,8 @@ def test_lesa_with_the_mean_of_the_vs_is_the_mean_of_the_weights(monkeypatch):
 
     monkeypatch.setattr(model_midus, "train_between", mean_of_halves)
     base = midus_base()
-    lesa, avg = (midus_grown(method, base, inserted=2).inserted for method in ("lesa", "avg_deus"))
+    lesa = midus_grown("lesa", base, inserted=2).inserted
+    avg = midus_grown("avg_deus", base, inserted=2).inserted
     for name, p in avg.named_parameters():
         if "norm" in name:
             p = base.blocks[0].get_parameter(name[2:])
@@ -2737,7 +2748,8 @@ def test_midus_cached_values_change_nothing(dtype, tolerance):
     model = midus_grown(r=6)
     fill_randomly(model.inserted, 0.5)
     model = model.to(dtype).eval()
-    hml, a = model.inserted[0].memory, torch.randn(2, 12, 32, dtype=dtype)
+    hml = model.inserted[0].memory
+    a = torch.randn(2, 12, 32, dtype=dtype)
     with torch.no_grad():
         want = hml(a)
         cache = model.new_cache(2, 12)
@@ -2975,9 +2987,10 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=6"]
     run = train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", "--n_keys=8",
                 f"--out_dir={cpt}")
-    groups = [group for optimizer in run["optimizers"] for group in optimizer.param_groups]
-    rates = {group["schedule"]: group["lr"] / group["base_lr"] for group in groups}
-    assert rates == {False: 1, True: pytest.approx(.0955, abs=1e-3)}
+    for optimizer in run["optimizers"]:
+        for group in optimizer.param_groups:                   # after the last of six steps
+            left = group["lr"] / group["base_lr"]
+            assert left == (pytest.approx(.0955, abs=1e-3) if group["schedule"] else 1)
     assert log_of(cpt, "val_loss")[0] == log_of(midus_run, "val_loss")[4]
     base, grown = saved_model(midus_run), saved_model(cpt)
     for name, tensor in grown.items():
@@ -3000,7 +3013,8 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
               "--upscale=midus", "--n_keys=8", f"--seed={seed}", "--max_iters=1",
               f"--out_dir={tmp_path}")
         new.append(saved_model(tmp_path)["inserted.0.memory.retrieve.keys"])
-    assert torch.equal(new[0], new[1]) and not torch.equal(new[0], new[2])
+    assert torch.equal(new[0], new[1])
+    assert not torch.equal(new[0], new[2])
 
 
 def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
@@ -3025,8 +3039,12 @@ def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
 
 
 INSTRUCTIONS = [
-    dict(instruction=f"Repeat {i}.", input="a word" if i % 2 else "", output=f"word {i}",
-         source="prose" if i % 3 else "code")
+    dict(
+        instruction=f"Repeat {i}.",
+        input="a word" if i % 2 else "",
+        output=f"word {i}",
+        source="prose" if i % 3 else "code",
+    )
     for i in range(120)
 ]
 
@@ -3050,8 +3068,10 @@ def test_midus_sft_on_instructions(midus_run, tmp_path, capsys):
     assert first == {"prompt": prompt, "answer": "word 1"}
     assert second["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
     x, y = prepare_fineweb.TokenShards(str(data), "train", 128).batch(range(4))
-    answers = bytes(t for t in y[y >= 0].tolist() if t < 256).decode()
-    assert re.fullmatch(r"(word \d+|\d*)+", answers) and (y < 0).sum() > 2 * (y >= 0).sum()
+    learned = y[y >= 0]
+    answers = bytes(t for t in learned.tolist() if t < 256).decode()
+    assert re.fullmatch(r"(word \d+|\d*)+", answers)
+    assert len(learned) < y.numel() / 3
     run = tmp_path / "run"
     train("--model=midus", *TINY, f"--dataset={data}", "--max_iters=3", f"--out_dir={run}",
           f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n_keys=8")
@@ -3061,8 +3081,9 @@ def test_midus_sft_on_instructions(midus_run, tmp_path, capsys):
 def test_instruct_reads_arrays_and_dollys_names_and_refuses_the_rest(tmp_path):
     array, dolly = tmp_path / "array.json", tmp_path / "dolly.jsonl"
     array.write_text(json.dumps(INSTRUCTIONS[:60]))
-    write_jsonl(dolly, [dict(instruction=row["instruction"], context=row["input"],
-                             response=row["output"]) for row in INSTRUCTIONS[:60]])
+    write_jsonl(dolly, [
+        dict(instruction=row["instruction"], context=row["input"], response=row["output"])
+        for row in INSTRUCTIONS[:60]])
     records = instruct(array, tmp_path / "other")
     assert len(records) == 60 and records[1]["answer"] == "word 1"
     assert instruct(dolly, tmp_path / "other") == records
