@@ -71,8 +71,8 @@ def step(model, optimizer, x):
 
 @torch.inference_mode()
 def decode(model, idx):
-    """A prompt and the tokens after it, greedily -> milliseconds of each. The cache is there before:
-    making the heads' values for it is not timed."""
+    """A prompt and the tokens after it, greedily -> milliseconds of each. Making the cache with the
+    heads' values is not timed."""
     cache = model.new_cache(len(idx), idx.size(1) + NEW_TOKENS)
     times = []
     for _ in range(1 + NEW_TOKENS):
