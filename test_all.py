@@ -2967,12 +2967,16 @@ def test_midus_grows_a_hugging_face_model_whose_logits_equal_transformers(kind, 
     assert want.std() > 0.5
 
 
+def train_midus(*flags, expect=""):
+    return train("--model=midus", *TINY, "--depth=2", *flags, expect=expect)
+
+
 @pytest.fixture(scope="module")
 def midus_run(text_folder, tmp_path_factory):
     """A base of train.py's, trained for a few steps, and its run folder."""
     out = tmp_path_factory.mktemp("midus") / "base"
-    train("--model=midus", *TINY, "--depth=2", "--dense=True", f"--dataset={text_folder}",
-          f"--out_dir={out}", "--max_iters=4", "--learning_rate=0.01")
+    train_midus("--dense=True", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=4",
+                "--learning_rate=0.01")
     return out
 
 
@@ -2984,9 +2988,9 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     """Base -> CPT, which moves the inserted blocks alone and starts from the base's loss -> SFT,
     which moves everything."""
     cpt, sft = tmp_path / "cpt", tmp_path / "sft"
-    flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=6"]
-    run = train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", "--n_keys=8",
-                f"--out_dir={cpt}")
+    flags = [f"--dataset={text_folder}", "--max_iters=6"]
+    run = train_midus(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt",
+                      "--n_keys=8", f"--out_dir={cpt}")
     for optimizer in run["optimizers"]:
         for group in optimizer.param_groups:                   # after the last of six steps
             left = group["lr"] / group["base_lr"]
@@ -2996,7 +3000,7 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     for name, tensor in grown.items():
         assert torch.equal(tensor, base.get(name, tensor))
     assert grown["inserted.0.memory.values"].abs().max() > 0
-    train(*flags, f"--init_from={cpt}", "--phase=sft", f"--out_dir={sft}")
+    train_midus(*flags, f"--init_from={cpt}", "--phase=sft", f"--out_dir={sft}")
     assert log_of(sft, "val_loss")[0] == log_of(cpt, "val_loss")[6]
     tuned = saved_model(sft)
     for name, tensor in grown.items():
@@ -3009,9 +3013,8 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
     new = []
     for own, seed in ((1, 5), (2, 5), (3, 6)):
         torch.manual_seed(own)
-        train("--model=midus", *TINY, f"--dataset={text_folder}", f"--init_from={midus_run}",
-              "--upscale=midus", "--n_keys=8", f"--seed={seed}", "--max_iters=1",
-              f"--out_dir={tmp_path}")
+        train_midus(f"--dataset={text_folder}", f"--init_from={midus_run}", "--upscale=midus",
+                    "--n_keys=8", f"--seed={seed}", "--max_iters=1", f"--out_dir={tmp_path}")
         new.append(saved_model(tmp_path)["inserted.0.memory.retrieve.keys"])
     assert torch.equal(new[0], new[1])
     assert not torch.equal(new[0], new[2])
@@ -3019,10 +3022,10 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
 
 def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
     whole, part = tmp_path / "whole", tmp_path / "part"
-    flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--eval_interval=3",
-             "--max_iters=6", f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt",
-             "--n_keys=8", "--queries=batch_norm"]
-    train(*flags, f"--out_dir={whole}")
+    flags = [f"--dataset={text_folder}", "--eval_interval=3", "--max_iters=6",
+             f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", "--n_keys=8",
+             "--queries=batch_norm"]
+    train_midus(*flags, f"--out_dir={whole}")
     original = prepare_fineweb.TokenShards.shuffled
 
     def interrupted(shards, seed, rows):
@@ -3032,7 +3035,7 @@ def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_fineweb.TokenShards, "shuffled", interrupted)
-        train(*flags, f"--out_dir={part}", expect="--init_from=resume")
+        train_midus(*flags, f"--out_dir={part}", expect="--init_from=resume")
     train("--model=midus", f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
     assert log_of(part) == log_of(whole) and len(log_of(part)) == 6
     torch.testing.assert_close(saved_model(part), saved_model(whole), rtol=0, atol=0)
@@ -3073,8 +3076,8 @@ def test_midus_sft_on_instructions(midus_run, tmp_path, capsys):
     assert re.fullmatch(r"(word \d+|\d*)+", answers)
     assert len(learned) < y.numel() / 3
     run = tmp_path / "run"
-    train("--model=midus", *TINY, f"--dataset={data}", "--max_iters=3", f"--out_dir={run}",
-          f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n_keys=8")
+    train_midus(f"--dataset={data}", "--max_iters=3", f"--out_dir={run}",
+                f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n_keys=8")
     assert log_of(run)[1] > 0
 
 
