@@ -2350,7 +2350,8 @@ def midus_rotary(model, length):
 
 
 def midus_step_loss(model, idx):
-    return model(idx[:, :-1], idx[:, 1:])[1]
+    _, loss = model(idx[:, :-1], idx[:, 1:])
+    return loss
 
 
 @torch.no_grad()
@@ -2465,7 +2466,8 @@ def test_other_memories_equal_their_equations_written_as_loops(memory):
             scores = (keys[0] @ q[:4])[:, None] + keys[1] @ q[4:]
         else:
             core = mem.retrieve.core[h]
-            scores = ultramem_scores(core, keys[0] @ q[:4], keys[1] @ q[4:], 2)
+            row, col = keys[0] @ q[:4], keys[1] @ q[4:]
+            scores = ultramem_scores(core, row, col, 2)
         sigma, slots = scores.flatten().topk(2)
         for weight, slot in zip(sigma.softmax(0), slots):
             value = mem.values[slot % 9]
@@ -2510,7 +2512,8 @@ def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
         assert torch.equal(model(idx)[0], base(idx)[0])
         theirs, ours = base.new_cache(2, 14), model.new_cache(2, 14)
         for part in idx.split([9, 1, 4], 1):
-            assert torch.equal(model(part, cache=ours)[0], base(part, cache=theirs)[0])
+            want, _ = base(part, cache=theirs)
+            assert torch.equal(model(part, cache=ours)[0], want)
     kept = [name for layer, name in ours.store if name in "kv"]
     assert len(kept) == 2 * (6 + 3)                            # the inserted attentions' too
 
@@ -2567,7 +2570,8 @@ def test_opt_deus_puts_the_lower_neurons_in_the_upper_ones_order():
     lower.attn_norm.weight.fill_(3)
     new = midus_grown("opt_deus", base, inserted=2).inserted[0]
     norm = upper.mlp_norm.weight
-    upper.mlp_norm.weight.copy_(((norm.roll(-7) + norm) / 2 + norm) / 2)   # (P_o + I)/2
+    lower_norm = (norm.roll(-7) + norm) / 2                    # (P_o + I)/2
+    upper.mlp_norm.weight.copy_((lower_norm + norm) / 2)
     upper.attn_norm.weight.copy_((upper.attn_norm.weight + 3) / 2)
     model_midus.silence(upper)
     torch.testing.assert_close(new.state_dict(), upper.state_dict())
@@ -2578,7 +2582,8 @@ def test_lesa_learns_to_tell_a_block_from_its_neighbours():
     V = torch.randn(1000, 8) + torch.arange(6).view(6, 1, 1) * torch.randn(1000, 8)
     state = torch.get_rng_state()
     guess = model_midus.train_between(V)(torch.cat((V[1], V[3]), 1))
-    assert (guess - V[2]).norm() < 0.3 * (V[3] - V[2]).norm()
+    error = (guess - V[2]).norm()
+    assert error < 0.3 * (V[3] - V[2]).norm()
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -2678,47 +2683,6 @@ def test_midus_flops_leave_out_what_is_frozen(placement):
     assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32, rel=0.02)
 
 
-def test_midus_costs_counts_what_autograd_keeps():
-    """Of tanh(x @ W) it keeps x, a view of 6 x 5 numbers, for W's gradient, and the output."""
-    from experiments import midus_costs
-
-    class Tiny(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.W = torch.nn.Parameter(torch.zeros(4, 5))
-
-        def forward(self, x, y):
-            return None, (x @ self.W).tanh().sum() + 1
-
-    assert midus_costs.kept_bytes(Tiny(), torch.zeros(6, 5)) == 2 * 6 * 5 * 4
-
-
-def test_midus_costs_times_every_method(tmp_path, monkeypatch, capsys):
-    from experiments import midus_costs
-    monkeypatch.setattr(midus_costs, "ROOT", tmp_path)
-    (tmp_path / "experiments/results").mkdir(parents=True)
-    for name, value in midus_costs._defaults.items():          # undone after what main() sets
-        monkeypatch.setattr(midus_costs, name, value)
-    monkeypatch.setattr(midus_costs, "WARMUP", 1)
-    midus_costs.main("--depth=8 --n_embd=64 --n_keys=4 --batch=1 --block_size=24 --prompt=8 "
-                     "--steps=1".split())
-    file = tmp_path / "experiments/results/midus_costs-cpu.json"
-    found = json.loads(file.read_text())["methods"]
-    said = capsys.readouterr().out
-    for name, row in found.items():
-        assert f"\n{name} " in said
-        assert min(row["step_ms"], row["prefill_ms"], row["token_ms"]) > 0
-        weights = 4 * row["parameters"] + 12 * row["trained"]  # gradients and two moments
-        assert row["held_mb"] == pytest.approx(row["kept_mb"] + weights / 2 ** 20)
-        if name not in ("base", "SOLAR"):
-            assert row["trained"] == row["parameters"] - found["base"]["parameters"]
-    kept = {name: row["kept_mb"] for name, row in found.items()}
-    assert kept["HML top-heavy"] < kept["HML"] < kept["HML bottom-heavy"]
-    assert kept["OpT-DeUS"] < kept["Llama Pro"] < kept["SOLAR"]
-    with pytest.raises(ConfigError, match="multiple of 4"):
-        midus_costs.main(["--depth=6"])
-
-
 def test_ultramem_growth_times_what_grows_with_the_slots(tmp_path, monkeypatch, capsys):
     """experiments/ultramem_growth.py. Its parts change what they should: all weights of the scoring, of the tables the rows that are read."""
     from experiments import ultramem_growth
@@ -2809,7 +2773,8 @@ def test_midus_proposition_2_the_gap_of_a_shared_bank():
 
 def test_midus_proposition_2_no_gap_if_one_bank_meets_every_projected_target():
     A, said, Pi, noise = midus_retrieval()
-    Y = A @ torch.randn(9, 4, dtype=torch.float64) + noise - Pi @ noise
+    bank = torch.randn(9, 4, dtype=torch.float64)
+    Y = A @ bank + noise - Pi @ noise
     assert abs(shared_loss(A, Y) - midus_loss(Pi @ Y, Y)) < 1e-10
 
 
@@ -2843,7 +2808,8 @@ def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_ha
 def test_midus_the_best_hive_of_rank_r_for_any_targets(r):
     A, said, Pi, Y = midus_retrieval(same=True)
     independent = midus_loss(Pi @ Y, Y)
-    U, S, Vt = torch.linalg.svd(torch.cat(list(Pi @ Y), 1), full_matrices=False)
+    targets = torch.cat(list(Pi @ Y), 1)                       # (T, H*d_h)
+    U, S, Vt = torch.linalg.svd(targets, full_matrices=False)
     best = U[:, :r] * S[:r] @ Vt[:r]
     F_h = torch.stack(best.chunk(3, 1))
     hive = midus_loss(F_h, Y)
@@ -2923,8 +2889,8 @@ def test_midus_inspect_shows_each_heads_shares_of_its_slots():
     assert use.shape == (3, 4, 25) and axes == ("layer", "head", "slot")
     slots, alpha = found[0]                                    # (T, H, k) each
     want = torch.zeros(25)
-    for slot, weight in zip(slots[:, 2].flatten(), alpha[:, 2].flatten()):
-        want[slot] += weight / 9
+    for t, place in itertools.product(range(9), range(3)):
+        want[slots[t, 2, place]] += alpha[t, 2, place] / 9
     torch.testing.assert_close(use[1, 2], want)
 
 
@@ -3039,63 +3005,6 @@ def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
     train("--model=midus", f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
     assert log_of(part) == log_of(whole) and len(log_of(part)) == 6
     torch.testing.assert_close(saved_model(part), saved_model(whole), rtol=0, atol=0)
-
-
-INSTRUCTIONS = [
-    dict(
-        instruction=f"Repeat {i}.",
-        input="a word" if i % 2 else "",
-        output=f"word {i}",
-        source="prose" if i % 3 else "code",
-    )
-    for i in range(120)
-]
-
-
-def instruct(source, out, *flags):
-    """experiments/instruct.py -> the records it made."""
-    program = runpy.run_path(str(ROOT / "experiments" / "instruct.py"), run_name="instruct")
-    program["main"]([f"--source={source}", "--tokenizer=bytes", f"--out={out}", *flags])
-    records = Path(f"{out}_records") / "train.jsonl"
-    return [json.loads(line) for line in records.open()]
-
-
-def test_midus_sft_on_instructions(midus_run, tmp_path, capsys):
-    """Alpaca's records become prompts and answers, and the loss is on the answers."""
-    with lzma.open(tmp_path / "rows.jsonl.xz", "wt") as f:
-        f.writelines(json.dumps(row) + "\n" for row in INSTRUCTIONS)
-    data = tmp_path / "sft"
-    first, second, *_ = instruct(tmp_path / "rows.jsonl.xz", data, "--skip=code,math")
-    assert "80 of 120 records" in capsys.readouterr().out
-    prompt = "### Instruction:\nRepeat 1.\n\n### Input:\na word\n\n### Response:\n"
-    assert first == {"prompt": prompt, "answer": "word 1"}
-    assert second["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
-    x, y = prepare_fineweb.TokenShards(str(data), "train", 128).batch(range(4))
-    learned = y[y >= 0]
-    answers = bytes(t for t in learned.tolist() if t < 256).decode()
-    assert re.fullmatch(r"(word \d+|\d*)+", answers)
-    assert len(learned) < y.numel() / 3
-    run = tmp_path / "run"
-    train_midus(f"--dataset={data}", "--max_iters=3", f"--out_dir={run}",
-                f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n_keys=8")
-    assert log_of(run)[1] > 0
-
-
-def test_instruct_reads_arrays_and_dollys_names_and_refuses_the_rest(tmp_path):
-    array, dolly = tmp_path / "array.json", tmp_path / "dolly.jsonl"
-    array.write_text(json.dumps(INSTRUCTIONS[:60]))
-    write_jsonl(dolly, [
-        dict(instruction=row["instruction"], context=row["input"], response=row["output"])
-        for row in INSTRUCTIONS[:60]])
-    records = instruct(array, tmp_path / "other")
-    assert len(records) == 60 and records[1]["answer"] == "word 1"
-    assert instruct(dolly, tmp_path / "other") == records
-    for file, text, message in (
-            (array, '{"a": 1}', "must be an array"), (array, "[", "cannot be read"),
-            (dolly, '{"instruction": "?", "input": ""}', "line 1: a record must have texts")):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            instruct(file, tmp_path / "x")
 
 
 # ================================================================ model_hiermem.py: hierarchical memories
