@@ -3048,13 +3048,16 @@ def test_ultramem_config_is_what_its_fields_rebuild(memory):
 
 
 # ================================================================ model_midus.py: MIDUS-HML
-MIDUS_SIZE = dict(n_layer=6, n_head=4, n_kv_head=2, n_embd=32, n_inner=40, vocab_size=61, block_size=16)
+MIDUS_SIZE = dict(
+    n_layer=6, n_head=4, n_kv_head=2, n_embd=32, n_inner=40, vocab_size=61, block_size=16)
 
 
 def midus_base(dtype=torch.float32, seed=0, **fields):
-    """A base whose norms and biases are not at their initial values either, so that a copy that is left out shows."""
+    """A base whose norms and biases are not at their initial values either, so that a copy that is
+    left out shows."""
     torch.manual_seed(seed)
-    base = model_midus.Model(model_midus.Config(**{**MIDUS_SIZE, "upscale": "base", "qkv_bias": True, **fields}))
+    fields = {**MIDUS_SIZE, "upscale": "base", "qkv_bias": True, **fields}
+    base = model_midus.Model(model_midus.Config(**fields))
     base.init_weights()
     with torch.no_grad():
         for p in base.parameters():
@@ -3063,175 +3066,278 @@ def midus_base(dtype=torch.float32, seed=0, **fields):
 
 
 def midus_grown(method="midus", base=None, **fields):
-    return model_midus.upscale(base or midus_base(), method, **{"n": 5, "k": 3, "inserted": 3, **fields})
+    fields = {"n_keys": 5, "top_k": 3, "inserted": 3, **fields}
+    return model_midus.upscale(base or midus_base(), method, **fields)
+
+
+def midus_rotary(model, length):
+    theta = model_midus.rotary_frequencies(model.config, "cpu")
+    return model_midus.rotary_tables(theta, 0, length)
+
+
+def midus_step_loss(model, idx):
+    _, loss = model(idx[:, :-1], idx[:, 1:])
+    return loss
+
+
+@torch.no_grad()
+def fill_randomly(module, std=1.0):
+    for p in module.parameters():
+        p.normal_(0, std)
+
+
+BASE_1B = 1_235_814_400
+BASE_8B = 8_030_261_248
 
 
 @pytest.mark.parametrize("preset, fields, total", [
-    ("llama3.2_1b", dict(), 1_290_356_736), ("llama3.2_1b", dict(upscale="base"), 1_235_814_400), ("llama3.1_8b", dict(), 8_030_261_248 + 423_690_240),
-    ("llama3.1_8b", dict(upscale="base"), 8_030_261_248), ("llama3.1_8b", dict(memory="linear"), 8_030_261_248 + 1_476_460_544),
-    ("llama3.1_8b", dict(memory="pkm"), 8_030_261_248 + 1_212_219_392), ("llama3.1_8b", dict(memory="ultramem"), 8_030_261_248 + 1_291_913_216),
-    ("llama3.1_8b", dict(upscale="llama_pro"), 8_030_261_248 + 3_489_792_000), ("llama3.2_1b", dict(upscale="lesa"), 1_235_814_400 + 486_572_032),
+    ("llama3.2_1b", dict(), 1_290_356_736),
+    ("llama3.2_1b", dict(upscale="base"), BASE_1B),
+    ("llama3.2_1b", dict(upscale="lesa"), BASE_1B + 486_572_032),
+    ("llama3.1_8b", dict(), BASE_8B + 423_690_240),
+    ("llama3.1_8b", dict(upscale="base"), BASE_8B),
+    ("llama3.1_8b", dict(upscale="llama_pro"), BASE_8B + 3_489_792_000),
+    ("llama3.1_8b", dict(memory="linear"), BASE_8B + 1_476_460_544),
+    ("llama3.1_8b", dict(memory="pkm"), BASE_8B + 1_212_219_392),
+    ("llama3.1_8b", dict(memory="ultramem"), BASE_8B + 1_291_913_216),
 ], ids=str)
 def test_midus_parameter_counts(preset, fields, total):
     with torch.device("meta"):
-        model = model_midus.Model(model_midus.Config(**{**model_midus.PRESETS[preset], **fields}))
+        model = model_midus.Model(
+            model_midus.Config(**{**model_midus.PRESETS[preset], **fields}))
     assert model.param_counts()["total"] == total
-    if not fields:                                             # 1.05M and 2.10M slots, of which a token touches H*k rows of V
-        assert sum(b.memory.search.slots * 32 for b in model.inserted) == {"llama3.2_1b": 1_048_576, "llama3.1_8b": 2_097_152}[preset]
-        table = model.inserted[0].memory.values
-        untouched = len(model.inserted) * table[32 * 4:].numel() + (0 if model.config.tied else model.embed.weight[1:].numel())
-        assert model.param_counts()["active"] == total - untouched
 
 
-def test_midus_placements_are_appendix_g4():
-    at = lambda L, D, **fields: [i for i, name in enumerate(model_midus.layout(model_midus.Config(n_layer=L, inserted=D, **fields))) if "inserted" in name]
-    for L, D in ((16, 8), (32, 16)):
-        assert at(L, D) == list(range(1, L + D, 3)) and at(L, D, upscale="llama_pro") == list(range(2, L + D, 3))
-        assert at(L, D, placement="top-heavy") == at(L, D, upscale="opt_deus") == at(L, D, upscale="lesa") == list(range(L - D, L + D, 2))
-        assert at(L, D, placement="bottom-heavy") == list(range(0, 2 * D, 2))
-    assert at(16, 8, upscale="solar") == list(range(12, 20)) and at(5, 2) == [1, 5]
-    assert model_midus.layout(model_midus.Config(n_layer=4, inserted=2)) == ["blocks.0", "inserted.0", "blocks.1", "blocks.2", "inserted.1", "blocks.3"]
+@pytest.mark.parametrize("preset, slots, embeddings", [
+    ("llama3.2_1b", 1_048_576, 0), ("llama3.1_8b", 2_097_152, 128255 * 4096)])
+def test_midus_slots_and_what_a_token_touches(preset, slots, embeddings):
+    with torch.device("meta"):
+        model = model_midus.Model(model_midus.Config(**model_midus.PRESETS[preset]))
+    D, d_h = model.config.inserted, model.config.head_dim
+    assert D * 32 * model.inserted[0].memory.retrieve.n_slots == slots
+    counts = model.param_counts()
+    idle = D * d_h * (4096 - 32 * 4) + embeddings              # 32 heads read 4 rows of V each
+    assert counts["total"] - counts["active"] == idle
+    assert counts["memory"] == D * d_h * (32 * 64 + 4096 + 32 * d_h)   # keys, V, W_h
+
+
+@pytest.mark.parametrize("fields, firsts, apart", [            # of 24 blocks, of 48 blocks
+    (dict(), (1, 1), 3),
+    (dict(placement="top-heavy"), (8, 16), 2),
+    (dict(placement="bottom-heavy"), (0, 0), 2),
+    (dict(upscale="llama_pro"), (2, 2), 3),
+    (dict(upscale="solar"), (12, 24), 1),
+    (dict(upscale="avg_deus"), (8, 16), 2),
+    (dict(upscale="opt_deus"), (8, 16), 2),
+    (dict(upscale="lesa"), (8, 16), 2),
+], ids=str)
+def test_midus_placements_are_appendix_g4(fields, firsts, apart):
+    for D, first in zip((8, 16), firsts):
+        names = [f"blocks.{i}" for i in range(2 * D)]
+        for j in range(D):
+            names.insert(first + j * apart, f"inserted.{j}")
+        config = model_midus.Config(n_layer=2 * D, inserted=D, **fields)
+        assert model_midus.layout(config) == names
 
 
 def test_midus_hml_equals_its_equations_written_as_loops():
-    hml, a = midus_grown(base=midus_base(torch.float64)).inserted[0].memory, torch.randn(1, 3, 32, dtype=torch.float64)
-    with torch.no_grad():
-        for p in hml.parameters():
-            p.normal_()
-    (keys, V, W), n, k, d_h = (hml.search.keys, hml.values, hml.W_h), 5, 3, 8
-    want = torch.zeros(1, 3, 32, dtype=torch.float64)
+    hml = midus_grown(base=midus_base(torch.float64)).inserted[0].memory
+    fill_randomly(hml)
+    a = torch.randn(1, 3, 32, dtype=torch.float64)
+    keys, V = hml.retrieve.keys, hml.values                    # n = 5, k = 3, d_h = 8
+    want = torch.zeros_like(a)
     for t in range(3):
         for h in range(4):
-            q = a[0, t, h * d_h:(h + 1) * d_h]                 # row half, column half
-            sigma = torch.stack([keys[h, 0, i] @ q[:4] + keys[h, 1, j] @ q[4:] for i in range(n) for j in range(n)])
-            best = sigma.topk(k).indices
-            want[0, t, h * d_h:(h + 1) * d_h] = (sigma[best].softmax(0) @ V[best]) @ W[h]
-    torch.testing.assert_close(hml(a), want)
-    slow, fast = (torch.autograd.grad((y * a.cos()).sum(), [V, W, keys]) for y in (want, hml(a)))
-    for x, y in zip(slow, fast):
-        torch.testing.assert_close(x, y)
+            mine = slice(8 * h, 8 * h + 8)
+            row, col = a[0, t, mine].chunk(2)                  # the query's halves
+            scores = torch.empty(25, dtype=torch.float64)
+            for i, j in itertools.product(range(5), range(5)):
+                scores[5 * i + j] = keys[h, 0, i] @ row + keys[h, 1, j] @ col
+            sigma, slots = scores.topk(3)
+            want[0, t, mine] = sigma.softmax(0) @ V[slots] @ hml.W_h[h]
+    got = hml(a)
+    torch.testing.assert_close(got, want)
+    parameters = list(hml.parameters())
+    slow = torch.autograd.grad(want, parameters, a.cos())
+    torch.testing.assert_close(torch.autograd.grad(got, parameters, a.cos()), slow)
+
+
+def ultramem_scores(core, row, col, k):
+    """Of a head's rows and columns (2, 2n) only the best k each by the leading singular vectors."""
+    u, _, v = torch.linalg.svd(core)
+    up = u[:, 0].sum().sign()
+    rows = (up * u[:, 0] @ row).topk(k).indices
+    columns = (up * v[0] @ col).topk(k).indices
+    scores = torch.full((row.size(1), col.size(1)), -torch.inf, dtype=row.dtype)
+    scores[rows[:, None], columns] = row[:, rows].T @ core @ col[:, columns]
+    return scores
 
 
 @pytest.mark.parametrize("memory", ["linear", "pkm", "ultramem"])
 def test_other_memories_equal_their_equations_written_as_loops(memory):
-    """Heads summed over one table; UltraMem: Tucker scores, four matrices for the rows. k = 2n makes its prefilter see every row."""
-    model = midus_grown(base=midus_base(torch.float64), memory=memory, n=2, k=4)
-    block, x = model.inserted[0], torch.randn(1, 5, 32, dtype=torch.float64)
+    """Heads summed over one table; UltraMem: Tucker scores, four matrices for the rows."""
+    model = midus_grown(base=midus_base(torch.float64), memory=memory, n_keys=3, top_k=2)
+    block = model.inserted[0]
+    fill_randomly(block)
+    x = torch.randn(1, 9, 32, dtype=torch.float64)
+    rotary = midus_rotary(model, 9)
+    a = x + block.attn(block.attn_norm(x), rotary)
+    mem, want = block.memory, x.clone()
+    for t, h in itertools.product(range(9), range(4)):
+        q = mem.W_q(a[0, t])[8 * h:8 * h + 8]
+        keys = mem.retrieve.keys[h]
+        if memory == "linear":
+            scores = keys @ q
+        elif memory == "pkm":
+            scores = (keys[0] @ q[:4])[:, None] + keys[1] @ q[4:]
+        else:
+            core = mem.retrieve.core[h]
+            row, col = keys[0] @ q[:4], keys[1] @ q[4:]
+            scores = ultramem_scores(core, row, col, 2)
+        sigma, slots = scores.flatten().topk(2)
+        for weight, slot in zip(sigma.softmax(0), slots):
+            value = mem.values[slot % 9]
+            if memory == "ultramem":
+                value = value @ mem.W_v[slot // 9]
+            want[0, t] += weight * value
+    torch.testing.assert_close(block(x, rotary, None), want)
+
+
+@pytest.mark.parametrize("kind", ["batch_norm", "layer_norm", "residual", "out_proj"])
+def test_midus_table_11_structures_make_these_queries(kind):
+    model = midus_grown(queries=kind)
+    block, theirs = model.inserted[1], model.blocks[3]         # theirs follows: a copied attention
+    x, rotary = torch.randn(2, 7, 32), midus_rotary(model, 7)
+    seen = {}
+    for name, module in (("queries", block.memory), ("heads", theirs.attn.W_O)):
+        module.register_forward_pre_hook(lambda m, a, name=name: seen.update({name: a[0]}))
     with torch.no_grad():
-        for p in block.parameters():
-            p.normal_()
-        rotary = model_midus.rotary_tables(model_midus.rotary_frequencies(model.config, "cpu"), 0, 5)
-        a, keys, V, mem, want = x + block.attn(block.attn_norm(x), rotary), block.memory.search.keys, block.memory.values, block.memory, x.clone()
-        for t, h in [(t, h) for t in range(5) for h in range(4)]:
-            q = (mem.W_q.weight @ a[0, t])[8 * h:8 * h + 8]
-            row, col = (keys[h, 0] @ q[:4], keys[h, 1] @ q[4:]) if memory != "linear" else (None, None)
-            scores = {"linear": lambda: keys[h] @ q, "pkm": lambda: row[:, None] + col, "ultramem": lambda: row.T @ mem.search.core[h] @ col}[memory]().flatten()
-            best = scores.topk(4).indices
-            rows = V[best] if memory != "ultramem" else torch.stack([V[i % 4] @ mem.W_v[i // 4] for i in best])
-            want[0, t] += scores[best].softmax(0) @ rows
-        torch.testing.assert_close(block(x, rotary, None), want)
+        block(x, rotary, None)
+        projected = theirs.attn(theirs.attn_norm(x), rotary)
+    a = seen["heads"]
+    centred = a - a.mean((0, 1))                               # over batch and time, by channel
+    want = dict(
+        batch_norm=centred / (a.var((0, 1), correction=0) + 1e-5).sqrt(),
+        layer_norm=F.layer_norm(a.view(2, 7, 4, 8), (8,)).flatten(2),
+        residual=x + a,
+        out_proj=projected,
+    )
+    torch.testing.assert_close(seen["queries"], want[kind], atol=1e-5, rtol=1e-4)
 
 
-def test_midus_table_11_structures_make_these_queries():
-    x, seen = torch.randn(2, 7, 32), []
-    with torch.no_grad():
-        for fields in (dict(query_norm="batch"), dict(query_norm="layer"), dict(internal_residual=True), dict(out_proj=True), dict(out_proj=True, internal_residual=True)):
-            model = midus_grown(**fields)
-            block, rotary = model.inserted[1], model_midus.rotary_tables(model_midus.rotary_frequencies(model.config, "cpu"), 0, 7)
-            block.memory.register_forward_pre_hook(lambda module, a: seen.append(a[0]))
-            block(x, rotary, None)
-            theirs = model.blocks[3]                           # the block that follows, whose attention is copied
-            heads = []
-            theirs.attn.W_O.register_forward_pre_hook(lambda module, a: heads.append(a[0]))
-            projected = theirs.attn(theirs.attn_norm(x), rotary)
-            a = projected if fields.get("out_proj") else heads[0]
-            a = x + a if fields.get("internal_residual") else a
-            if fields.get("query_norm") == "batch":            # over batch and time, each of the d channels
-                a = (a - a.mean((0, 1))) / (a.var((0, 1), correction=0) + 1e-5).sqrt()
-            if fields.get("query_norm") == "layer":
-                a = F.layer_norm(a.view(2, 7, 4, 8), (8,)).flatten(2)
-            torch.testing.assert_close(seen[-1], a, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("method, fields", [("midus", {}), ("midus", dict(placement="top-heavy", memory="pkm")), ("midus", dict(memory="ultramem")), ("midus", dict(memory="linear")),
-                                            ("midus", dict(query_norm="batch", internal_residual=True, out_proj=True)), ("llama_pro", {}), ("opt_deus", {})], ids=str)
-def test_midus_step_0_logits_equal_the_bases_bit_for_bit(method, fields):
+@pytest.mark.parametrize("fields", [
+    dict(), dict(placement="top-heavy", memory="pkm"),
+    dict(memory="ultramem"), dict(memory="linear"),
+    dict(queries="batch_norm"), dict(queries="out_proj"),
+    dict(method="llama_pro"), dict(method="opt_deus"),
+], ids=str)
+def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
     base = midus_base().eval()
-    model, idx = midus_grown(method, base, **fields).eval(), some_tokens(2, 14)
+    model, idx = midus_grown(base=base, **fields).eval(), some_tokens(2, 14)
     with torch.no_grad():
         assert torch.equal(model(idx)[0], base(idx)[0])
-        caches = base.new_cache(2, 14), model.new_cache(2, 14)
-        for a, b in ((0, 9), (9, 10), (10, 14)):
-            ours, theirs = model(idx[:, a:b], cache=caches[1])[0], base(idx[:, a:b], cache=caches[0])[0]
-            assert torch.equal(ours, theirs)
-        assert len(caches[1].store) == 2 * (6 + 3)             # the inserted attentions are cached too
+        theirs, ours = base.new_cache(2, 14), model.new_cache(2, 14)
+        for part in idx.split([9, 1, 4], 1):
+            want, _ = base(part, cache=theirs)
+            assert torch.equal(model(part, cache=ours)[0], want)
+    kept = [name for layer, name in ours.store if name in "kv"]
+    assert len(kept) == 2 * (6 + 3)                            # the inserted attentions' too
 
 
-def test_other_methods_are_not_the_identity_at_step_0():
-    base, idx, step_0 = midus_base().eval(), some_tokens(2, 14), {}
+@pytest.mark.parametrize("method", ["solar", "avg_deus", "lesa"])
+def test_other_methods_are_not_the_identity_at_step_0(method):
+    base, idx = midus_base(), some_tokens(2, 14)
+    grown = midus_grown(method, base, inserted=2)
     with torch.no_grad():
-        for method in ("solar", "avg_deus", "lesa"):
-            step_0[method] = (midus_grown(method, base, inserted=2)(idx)[0] - base(idx)[0]).abs().max().item()
-    assert min(step_0.values()) > 0.1, step_0
-    with pytest.raises(ValueError, match="upscale=lesa, n_layer=5"):
-        midus_grown("lesa", midus_base(n_layer=5), inserted=1)
+        difference = grown(idx)[0] - base(idx)[0]
+    assert difference.abs().max() > 0.1
 
 
-def test_duplicated_blocks_are_the_means_and_copies_that_the_methods_say():
-    base = midus_base(seed=5)
-    A, B, (pro, solar, avg, opt) = base.blocks[3].state_dict(), base.blocks[4].state_dict(), (midus_grown(m, base, inserted=2) for m in ("llama_pro", "solar", "avg_deus", "opt_deus"))
-    silent = ("attn.W_O.weight", "mlp.down.weight")
-    for name, a in base.blocks[2].state_dict().items():        # Llama Pro: after blocks 2 and 5
-        assert torch.equal(pro.inserted[0].state_dict()[name], a * (name not in silent))
-    assert model_midus.layout(pro.config)[3] == "inserted.0"
-    for j, name in enumerate(["blocks.2", "blocks.3"]):        # SOLAR: 0-3, then 2-5
-        assert all(torch.equal(t, base.get_submodule(name).state_dict()[key]) for key, t in solar.inserted[j].state_dict().items())
-    assert model_midus.layout(solar.config) == [f"blocks.{i}" for i in range(4)] + ["inserted.0", "inserted.1", "blocks.4", "blocks.5"]
-    assert all(torch.equal(t, (A[name] + B[name]) / 2) for name, t in avg.inserted[0].state_dict().items())
-    own = opt.inserted[0].state_dict()
-    assert all(own[name].abs().max() == 0 for name in silent)
-    for name in ("attn.W_Q.weight", "attn.W_K.weight", "attn.W_V.weight"):
-        rows = 2 * own[name] - B[name]                         # A's, in another order, nearer to B's than in their own
-        order = torch.cdist(rows, A[name]).argmin(1)
-        assert sorted(order.tolist()) == list(range(len(order))) and torch.allclose(rows, A[name][order], atol=1e-6)
-        assert torch.allclose(own[name.replace("weight", "bias")], (A[name.replace("weight", "bias")][order] + B[name.replace("weight", "bias")]) / 2)
-        assert (rows - B[name]).norm(dim=1).sum() < (A[name] - B[name]).norm(dim=1).sum()
-    order = model_midus.align(A["attn.W_O.weight"], B["attn.W_O.weight"])
-    P_o = torch.eye(32)[order]
-    torch.testing.assert_close(own["mlp_norm.weight"], ((P_o + torch.eye(32)) / 2 @ A["mlp_norm.weight"] + B["mlp_norm.weight"]) / 2)
-    up = A["mlp.up.weight"] @ P_o.T
-    rows = 2 * own["mlp.up.weight"] - B["mlp.up.weight"]
-    order = torch.cdist(rows, up).argmin(1)
-    assert sorted(order.tolist()) == list(range(40)) and order.tolist() != list(range(40)) and torch.allclose(rows, up[order], atol=1e-6)
-    shuffled = midus_base(seed=5)                              # a lower block that is the upper one with its neurons in disorder: found again
-    with torch.no_grad():
-        gate, up, down = (shuffled.blocks[4].mlp.get_submodule(n).weight for n in ("gate", "up", "down"))
-        shuffled.blocks[3].load_state_dict(shuffled.blocks[4].state_dict())
-        shuffled.blocks[3].mlp.gate.weight[:], shuffled.blocks[3].attn.W_Q.weight[:] = gate.flip(0), shuffled.blocks[4].attn.W_Q.weight.roll(5, 0)
-        new = midus_grown("opt_deus", shuffled, inserted=2).inserted[0]
-    assert torch.equal(new.mlp.gate.weight, gate) and torch.equal(new.attn.W_Q.weight, shuffled.blocks[4].attn.W_Q.weight)
+def test_midus_init_weights_sets_the_statistics_of_batch_norm_too():
+    model = midus_grown(queries="batch_norm")
+    norm = model.inserted[0].query_norm
+    norm.running_mean.fill_(math.nan)                          # memory of a tensor made empty
+    norm.running_var.fill_(math.nan)
+    model.init_weights()
+    assert not norm.running_mean.any() and (norm.running_var == 1).all()
 
 
-def test_lesa_tells_a_block_from_its_neighbours(monkeypatch):
-    torch.manual_seed(0)
-    V = torch.randn(1000, 8) + torch.arange(6)[:, None, None] * torch.randn(1000, 8)            # every row moves along a line of its own
+SILENT = ("attn.W_O.weight", "mlp.down.weight")
+
+
+def test_llama_pro_solar_and_avg_deus_copy_these_blocks():
+    base = midus_base()
+    source = [block.state_dict() for block in base.blocks]
+    pro, solar, avg = (midus_grown(method, base, inserted=2).inserted
+                       for method in ("llama_pro", "solar", "avg_deus"))
+    for j in range(2):
+        pro_j, solar_j, avg_j = (blocks[j].state_dict() for blocks in (pro, solar, avg))
+        for name in source[0]:
+            mean = (source[3 + j][name] + source[4 + j][name]) / 2
+            assert torch.equal(avg_j[name], mean)                          # the last two gaps
+            assert torch.equal(solar_j[name], source[2 + j][name])         # 0-3, then 2-5
+            if name in SILENT:
+                assert pro_j[name].abs().max() == 0
+            else:
+                assert torch.equal(pro_j[name], source[2 + 3 * j][name])   # after blocks 2 and 5
+
+
+@torch.no_grad()
+def test_opt_deus_puts_the_lower_neurons_in_the_upper_ones_order():
+    """A lower block that is the upper one with its neurons in disorder: their mean is the upper."""
+    base = midus_base()
+    lower, upper = base.blocks[3], base.blocks[4]
+    lower.load_state_dict(upper.state_dict())
+    for name, steps in (("W_Q", 5), ("W_K", 3), ("W_V", 2), ("W_O", 7)):
+        for p in lower.attn.get_submodule(name).parameters():  # the bias too
+            p.copy_(p.roll(steps, 0))
+    for linear in (lower.mlp.gate, lower.mlp.up):              # columns: they read W_O's output
+        linear.weight.copy_(linear.weight.flip(0).roll(7, 1))
+    lower.attn_norm.weight.fill_(3)
+    new = midus_grown("opt_deus", base, inserted=2).inserted[0]
+    norm = upper.mlp_norm.weight
+    lower_norm = (norm.roll(-7) + norm) / 2                    # (P_o + I)/2
+    upper.mlp_norm.weight.copy_((lower_norm + norm) / 2)
+    upper.attn_norm.weight.copy_((upper.attn_norm.weight + 3) / 2)
+    model_midus.silence(upper)
+    torch.testing.assert_close(new.state_dict(), upper.state_dict())
+
+
+def test_lesa_learns_to_tell_a_block_from_its_neighbours():
+    torch.manual_seed(0)                                       # every row moves along its own line
+    V = torch.randn(1000, 8) + torch.arange(6).view(6, 1, 1) * torch.randn(1000, 8)
     state = torch.get_rng_state()
     guess = model_midus.train_between(V)(torch.cat((V[1], V[3]), 1))
-    assert (guess - V[2]).norm() < 0.3 * (V[3] - V[2]).norm() and torch.equal(state, torch.get_rng_state())
-    base = midus_base()                                        # U S and the mean of the V's on both sides of a gap are the mean of the weights
-    monkeypatch.setattr(model_midus, "train_between", lambda V: lambda rows: (rows[:, :rows.size(1) // 2] + rows[:, rows.size(1) // 2:]) / 2)
-    lesa, avg = (midus_grown(method, base, inserted=2) for method in ("lesa", "avg_deus"))
-    for name, p in avg.inserted.named_parameters():
-        torch.testing.assert_close(lesa.inserted.get_parameter(name), base.blocks[0].get_parameter(name[2:]) if "norm" in name else p, atol=1e-5, rtol=1e-5)
+    error = (guess - V[2]).norm()
+    assert error < 0.3 * (V[3] - V[2]).norm()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_lesa_with_the_mean_of_the_vs_is_the_mean_of_the_weights(monkeypatch):
+    def mean_of_halves(V):
+        return lambda rows: sum(rows.chunk(2, 1)) / 2
+
+    monkeypatch.setattr(model_midus, "train_between", mean_of_halves)
+    base = midus_base()
+    lesa = midus_grown("lesa", base, inserted=2).inserted
+    avg = midus_grown("avg_deus", base, inserted=2).inserted
+    for name, p in avg.named_parameters():
+        if "norm" in name:
+            p = base.blocks[0].get_parameter(name[2:])
+        torch.testing.assert_close(lesa.get_parameter(name), p, atol=1e-5, rtol=1e-5)
 
 
 def test_midus_inserted_heads_say_what_the_next_blocks_heads_say():
     base = midus_base().eval()
-    model, seen = midus_grown(base=base), {}
-    for name, module in [(f"{i}", model.inserted[i].memory) for i in range(3)] + [(f"next {i}", model.blocks[2 * i + 1].attn.W_O) for i in range(3)]:
-        module.register_forward_pre_hook(lambda module, x, name=name: seen.__setitem__(name, x[0]))
+    model, said = midus_grown(base=base), {}
+    for i in range(3):
+        for key, module in ((i, model.inserted[i].memory),
+                            (f"next {i}", model.blocks[2 * i + 1].attn.W_O)):
+            module.register_forward_pre_hook(lambda m, x, key=key: said.update({key: x[0]}))
     model(some_tokens(2, 9))
-    assert all(torch.equal(seen[f"{i}"], seen[f"next {i}"]) for i in range(3)) and seen["0"].std() > 0.1
+    assert said[0].std() > 0.1
+    for i in range(3):
+        assert torch.equal(said[i], said[f"next {i}"])
 
 
 def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_step_2():
@@ -3239,378 +3345,369 @@ def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_ste
     optimizer = torch.optim.AdamW(model.param_groups("adamw", 1e-2, 0.0))
     for step in range(2):
         optimizer.zero_grad()
-        model(idx[:, :-1], idx[:, 1:])[1].backward()
-        moved = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
-        assert moved == {name for name, p in model.named_parameters() if "inserted" in name and (step or name.endswith("values"))}, step
+        midus_step_loss(model, idx).backward()
+        for name, p in model.inserted.named_parameters():
+            assert (p.grad.abs().max() > 0) == (step > 0 or name.endswith("values")), name
         optimizer.step()
 
 
-@pytest.mark.parametrize("method, fields, lowest", [("midus", dict(placement="top-heavy"), 3), ("midus", {}, 1), ("opt_deus", {}, 3), ("avg_deus", {}, 3), ("lesa", {}, 3), ("solar", dict(inserted=2), 0), ("base", dict(inserted=0), 0)], ids=str)
-def test_midus_nothing_is_kept_for_what_is_frozen_below(method, fields, lowest):
-    """Below the lowest block that trains autograd saves no activation, and no gradient or optimizer state is made for anything frozen."""
-    model, idx, kept, current = midus_grown(method, phase="cpt", **fields), some_tokens(2, 15), {}, [""]
-    parameters = {p.data_ptr() for p in model.parameters()}
+@pytest.mark.parametrize("fields, lowest", [
+    (dict(), 1), (dict(placement="top-heavy"), 3),
+    (dict(method="opt_deus"), 3), (dict(method="avg_deus"), 3),
+    (dict(method="lesa"), 3), (dict(method="llama_pro"), 2),
+    (dict(method="solar", inserted=2), 0), (dict(method="base", inserted=0), 0),
+], ids=str)
+def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
+    """Below the lowest block that trains autograd saves no activation, and nothing that is frozen
+    gets a gradient."""
+    model, idx = midus_grown(phase="cpt", **fields), some_tokens(2, 15)
+    weights = {p.data_ptr() for p in model.parameters()}
+    inside = []                                                # the block that runs
+    keepers = set()
     for place, block in enumerate(model.stack):
-        block.register_forward_pre_hook(lambda block, x, place=place: current.__setitem__(0, place))
-        block.register_forward_hook(lambda block, x, y: current.__setitem__(0, ""))
+        block.register_forward_pre_hook(lambda block, x, place=place: inside.append(place))
+        block.register_forward_hook(lambda block, x, y: inside.clear())
 
     def pack(t):
-        if t.data_ptr() not in parameters:
-            kept[current[0]] = kept.get(current[0], 0) + t.numel()
+        if t.data_ptr() not in weights:
+            keepers.update(inside)
         return t
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = model(idx[:, :-1], idx[:, 1:])[1]
-    assert sorted(place for place in kept if place != "") == list(range(lowest, len(model.stack)))
-    groups = model.param_groups("adamw", 1e-2, 1e-6)
-    optimizer, frozen = torch.optim.AdamW(groups), [p for name, p in model.named_parameters() if not name.startswith("inserted")]
+        loss = midus_step_loss(model, idx)
+    assert sorted(keepers) == list(range(lowest, len(model.stack)))
     loss.backward()
-    optimizer.step()
-    if lowest:
-        assert all(p.grad is None and p not in optimizer.state for p in frozen)
-        assert {id(p) for g in groups for p in g["params"]} == {id(p) for p in model.inserted.parameters()}
-    else:
-        assert all(p.grad is not None and p in optimizer.state for p in frozen)
+    for name, p in model.named_parameters():
+        assert (p.grad is not None) == (lowest == 0 or name.startswith("inserted."))
 
 
-def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase():
-    for phase in ("", "cpt", "sft"):
-        model = midus_grown(phase=phase, out_proj=True, query_norm="layer")
-        names = {id(p): name for name, p in model.named_parameters()}
-        fixed, matrices, vectors = ([names[id(p)] for p in g["params"]] for g in model.param_groups("adamw", 0.1, 0.01))
-        rows = [(g["lr"], g["weight_decay"], g["schedule"]) for g in model.param_groups("adamw", 0.1, 0.01)]
-        assert rows == [(0.1, 0, False), (0.1, 0.01, True), (0.1, 0, True)] and len(fixed) == 3 * 3
-        assert all(name.split(".memory.")[1] in ("search.keys", "values", "W_h") for name in fixed)
-        assert all(name.endswith(("norm.weight", "bias")) for name in vectors) and "inserted.0.attn.W_O.weight" in matrices
-        assert ("embed.weight" in matrices) == (phase != "cpt")
+@pytest.mark.parametrize("phase", ["", "cpt", "sft"])
+def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase):
+    model = midus_grown(phase=phase, queries="layer_norm")
+    names = {id(p): name for name, p in model.named_parameters()}
+    seen = set()
+    for group in model.param_groups("adamw", 0.1, 0.01):
+        assert group["lr"] == 0.1
+        for p in group["params"]:
+            name = names[id(p)]
+            seen.add(name)
+            assert group["schedule"] == (".memory." not in name)
+            decays = group["schedule"] and not name.endswith(("norm.weight", "bias"))
+            assert group["weight_decay"] == (0.01 if decays else 0)
+    assert seen == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert ("embed.weight" in seen) == (phase != "cpt")
 
 
 @pytest.mark.parametrize("placement", ["distributed", "top-heavy"])
 def test_midus_flops_leave_out_what_is_frozen(placement):
     from torch.utils.flop_counter import FlopCounterMode
-    model, idx = midus_grown(phase="cpt", placement=placement, n=16), some_tokens(2, 17)
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        model(idx[:, :-1], idx[:, 1:])[1].backward()
+    model = midus_grown(phase="cpt", placement=placement, n_keys=16)
+    idx = some_tokens(2, 17)
+    math_only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with FlopCounterMode(display=False) as counter, math_only:
+        midus_step_loss(model, idx).backward()
     assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32, rel=0.02)
 
 
-def test_midus_costs_counts_what_is_kept_and_times_every_method(tmp_path, monkeypatch, capsys):
-    """experiments/midus_costs.py. By hand: of tanh(x @ W) is kept x, a view of 6 x 5 numbers, for W's gradient, and the output, as many."""
-    from experiments import midus_costs
-
-    class Tiny(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.W = torch.nn.Parameter(torch.zeros(4, 5))
-
-        def forward(self, x, y):
-            return None, (x @ self.W).tanh().sum() + 1
-    assert midus_costs.kept_bytes(Tiny(), torch.zeros(6, 5)) == 2 * 6 * 5 * 4
-    monkeypatch.setattr(midus_costs, "ROOT", tmp_path)
-    (tmp_path / "experiments/results").mkdir(parents=True)
-    for name in midus_costs._defaults:
-        monkeypatch.setattr(midus_costs, name, getattr(midus_costs, name))                     # so that what the command line sets is undone
-    midus_costs.main(["--depth=8", "--n_embd=64", "--n=4", "--batch=1", "--block_size=24", "--prompt=8", "--steps=1"])
-    found = json.loads((tmp_path / "experiments/results/midus_costs-cpu.json").read_text())["methods"]
-    assert all(found[name]["trained"] == found[name]["parameters"] - found["base"]["parameters"] for name in found if name not in ("base", "SOLAR"))
-    kept = {name: row["kept_mb"] for name, row in found.items()}
-    assert kept["HML top-heavy"] < kept["HML"] < kept["HML bottom-heavy"] and kept["OpT-DeUS"] < kept["Llama Pro"] < kept["SOLAR"]   # below, nothing is kept
-    assert all(row["held_mb"] * 2 ** 20 == pytest.approx(row["kept_mb"] * 2 ** 20 + 4 * row["parameters"] + 12 * row["trained"]) for row in found.values())
-    assert all(row[column] > 0 for row in found.values() for column in ("step_ms", "prefill_ms", "token_ms"))
-    text = capsys.readouterr().out
-    assert all(f"\n{name} " in text for name in found)
-    with pytest.raises(ConfigError, match="multiple of 4"):
-        midus_costs.main(["--depth=6"])
-
-
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_midus_value_caching_and_fused_search_change_nothing(dtype, tolerance, monkeypatch):
-    model, idx = midus_grown(query_norm="layer", r=6), some_tokens(2, 12)
+def test_midus_cached_values_change_nothing(dtype, tolerance):
+    """Appendix G.2: V_h = V W_h, made once for decoding; it is never in a checkpoint."""
+    model = midus_grown(r=6)
+    fill_randomly(model.inserted, 0.5)
+    model = model.to(dtype).eval()
+    hml = model.inserted[0].memory
+    a = torch.randn(2, 12, 32, dtype=dtype)
     with torch.no_grad():
-        for p in model.inserted.parameters():
-            p.normal_(0, 0.5)
-        model, hml = model.to(dtype).eval(), model.inserted[0].memory
-        a, plain = torch.randn(2, 12, 32, dtype=dtype), model(idx)[0]
-        before = hml(a)
-        model.cache_values()
-        assert hml.V_h.shape == (4 * 25, 8) and hml.V_h.dtype == dtype and not any("V_h" in name for name in model.state_dict())
-        torch.testing.assert_close(hml(a), before, atol=tolerance * before.abs().max().item(), rtol=0)
-        if dtype == torch.float32:                             # rounding to bf16 moves later searches to other slots
-            torch.testing.assert_close(model(idx)[0], plain, atol=tolerance * plain.abs().max().item(), rtol=0)
-        found = {}
-        for fused in (True, False):                            # Appendix G.1; None, which the model asks for, takes one of the two
-            monkeypatch.setattr(model_midus, "product_key_topk", lambda *s: found.setdefault(fused, kernels.product_key_topk(*s, fused=fused)))
-            found[fused, "y"] = hml(a)
-        assert torch.equal(found[True][0], found[False][0]) and torch.equal(found[True, "y"], found[False, "y"])
-        hml.V_h = hml.V_h * 0                                  # it is what is read
-        assert hml(a).abs().max() == 0
-    assert hml(a).abs().max() > 0                              # but not where a gradient is wanted
-    model.load_state_dict(model.state_dict())
-    assert hml.V_h is None
-    model.cache_values()
-    assert hml.V_h is not None and model.train() and hml.V_h is None
+        want = hml(a)
+        cache = model.new_cache(2, 12)
+        V_h = cache.store[1, "V_h"]
+        assert V_h.shape == (4 * 25, 8) and V_h.dtype == dtype
+        atol = tolerance * want.abs().max().item()
+        torch.testing.assert_close(hml(a, V_h), want, atol=atol, rtol=0)
+        V_h.zero_()                                            # it is what decoding reads
+        assert hml(a, V_h).abs().max() == 0
+        block, rotary = model.inserted[0], midus_rotary(model, 12)
+        assert torch.equal(block(a, rotary, cache), a)
+        assert not torch.equal(block(a, rotary, None), a)
 
 
-def midus_retrieval(H=3, T=14, n=3, k=2, d_h=4, r=2, same=False):
-    """A retrieval (A_h (T, N) of an HML's own search, heads alike if `same`) and the HML, float64."""
+@torch.no_grad()
+def midus_retrieval(same=False):
+    """Three heads of an HML read for 14 tokens, heads alike if `same`, all in float64 -> A, what
+    the heads say A_h V W_h, the projectors onto the columns of A_h, random targets."""
     torch.manual_seed(3)
-    config = model_midus.Config(n_embd=H * d_h, n_head=H, n=n, k=k, r=r)
+    config = model_midus.Config(n_embd=12, n_head=3, n_keys=3, top_k=2, r=2)
     hml = model_midus.HML(config).double()
-    with torch.no_grad():
-        for p in hml.parameters():
-            p.normal_()
-        a = torch.randn(T, H, d_h, dtype=torch.float64)
-        if same:
-            a, hml.search.keys[:] = a[:, :1].expand(-1, H, -1).contiguous(), hml.search.keys[:1]
-        slots, alpha = hml.search(a)
-        A = torch.zeros(T, H, n * n, dtype=torch.float64).scatter_add_(2, slots, alpha).transpose(0, 1)
-        torch.testing.assert_close(hml(a.view(1, T, -1)).view(T, H, d_h).transpose(0, 1), A @ hml.values @ hml.W_h)
-    return A, hml.values.detach(), hml.W_h.detach()
+    fill_randomly(hml)
+    a = torch.randn(14, 3, 4, dtype=torch.float64)
+    if same:
+        a[:] = a[:, :1]
+        hml.retrieve.keys[:] = hml.retrieve.keys[:1]
+    slots, alpha = hml.retrieve(a)
+    A = torch.zeros(14, 3, 9, dtype=torch.float64).scatter_add_(2, slots, alpha)
+    A = A.transpose(0, 1)                                      # (H, T, N)
+    said = A @ hml.values @ hml.W_h                            # (H, T, d_h)
+    heads = hml(a.view(1, 14, 12)).view(14, 3, 4)
+    torch.testing.assert_close(heads.transpose(0, 1), said)
+    Pi = A @ torch.linalg.pinv(A, rtol=1e-10)
+    return A, said, Pi, torch.randn_like(said)
 
 
-midus_loss = lambda F_h, Y: 0.5 * ((F_h - Y) ** 2).sum()        # eq. 6, heads stacked
-projector = lambda A: A @ torch.linalg.pinv(A, rtol=1e-10)
+def midus_loss(F_h, Y):
+    return 0.5 * ((F_h - Y) ** 2).sum()                        # eq. 6, heads stacked
 
 
-def shared_optimum(A, Y):
-    return torch.linalg.lstsq(A.flatten(0, 1), Y.flatten(0, 1), driver="gelsd").solution        # one bank for all heads
+def shared_loss(A, Y):
+    """That of the best bank for all heads."""
+    V = torch.linalg.lstsq(A.flatten(0, 1), Y.flatten(0, 1), driver="gelsd").solution
+    return midus_loss(A @ V, Y)
 
 
 def test_midus_proposition_2_the_gap_of_a_shared_bank():
-    A, V, W = midus_retrieval()
-    Y, Pi = torch.randn(3, 14, 4, dtype=torch.float64), projector(A)
-    V_sh = torch.linalg.pinv((A.mT @ A).sum(0), rtol=1e-10, hermitian=True) @ (A.mT @ Y).sum(0)
-    independent, share = midus_loss(Pi @ Y, Y), midus_loss(A @ shared_optimum(A, Y), Y)
+    A, said, Pi, Y = midus_retrieval()
+    gram = torch.linalg.pinv((A.mT @ A).sum(0), rtol=1e-10, hermitian=True)
+    V_sh = gram @ (A.mT @ Y).sum(0)
+    share = shared_loss(A, Y)
     torch.testing.assert_close(share, midus_loss(A @ V_sh, Y))
-    torch.testing.assert_close(share - independent, 0.5 * ((A @ V_sh - Pi @ Y) ** 2).sum())     # eq. 17
-    assert share - independent > 1
-    Y = A @ torch.randn(9, 4, dtype=torch.float64) + Y - Pi @ Y                                  # one bank meets every projected target
-    assert abs(midus_loss(A @ shared_optimum(A, Y), Y) - midus_loss(Pi @ Y, Y)) < 1e-10
-    A, V, W = midus_retrieval(same=True)
-    Y, Pi = torch.randn(3, 14, 4, dtype=torch.float64), projector(A)
+    gap = share - midus_loss(Pi @ Y, Y)
+    torch.testing.assert_close(gap, midus_loss(A @ V_sh, Pi @ Y))          # eq. 17
+    assert gap > 1
+
+
+def test_midus_proposition_2_no_gap_if_one_bank_meets_every_projected_target():
+    A, said, Pi, noise = midus_retrieval()
+    bank = torch.randn(9, 4, dtype=torch.float64)
+    Y = A @ bank + noise - Pi @ noise
+    assert abs(shared_loss(A, Y) - midus_loss(Pi @ Y, Y)) < 1e-10
+
+
+def test_midus_proposition_2_for_heads_that_retrieve_alike():
+    A, said, Pi, Y = midus_retrieval(same=True)
     assert torch.equal(A[0], A[1])
-    torch.testing.assert_close(midus_loss(A @ shared_optimum(A, Y), Y) - midus_loss(Pi @ Y, Y), 0.5 * ((Pi @ (Y - Y.mean(0))) ** 2).sum())
+    gap = shared_loss(A, Y) - midus_loss(Pi @ Y, Y)
+    torch.testing.assert_close(gap, midus_loss(Pi @ Y, Pi @ Y.mean(0)))
 
 
-def test_midus_proposition_3_the_excess_of_hive_is_at_most_half_rho_epsilon():
-    for scale in (0.0, 1e-3, 1.0):
-        A, V, W = midus_retrieval()
-        R = scale * torch.randn(3, 9, 4, dtype=torch.float64)
-        noise = torch.randn(3, 14, 4, dtype=torch.float64)
-        Y = A @ (V @ W + R) + noise - projector(A) @ noise                                       # V W_h + R_h is a head-specific optimum
-        excess, rho = midus_loss(A @ V @ W, Y) - midus_loss(projector(A) @ Y, Y), torch.linalg.matrix_norm(A, 2).max() ** 2
-        torch.testing.assert_close(excess, 0.5 * ((A @ R) ** 2).sum(), atol=1e-10, rtol=1e-8)
-        assert excess <= 0.5 * rho * (R ** 2).sum() + 1e-10
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0])
+def test_midus_proposition_3_the_excess_of_hive_is_at_most_half_rho_epsilon(scale):
+    A, said, Pi, noise = midus_retrieval()
+    R = scale * torch.randn(3, 9, 4, dtype=torch.float64)
+    Y = said + A @ R + noise - Pi @ noise                      # V W_h + R_h is head h's optimum
+    excess = midus_loss(said, Y) - midus_loss(Pi @ Y, Y)
+    torch.testing.assert_close(excess, midus_loss(A @ R, 0), atol=1e-10, rtol=1e-8)
+    rho = torch.linalg.matrix_norm(A, 2).max() ** 2
+    assert excess <= rho * midus_loss(R, 0) + 1e-10
 
 
 def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_has_not():
-    A, V, W = midus_retrieval(same=True)
-    Pi, noise = projector(A), torch.randn(3, 14, 4, dtype=torch.float64)
-    Y = A @ V @ W + noise - Pi @ noise
-    independent, hive, share = midus_loss(Pi @ Y, Y), midus_loss(A @ V @ W, Y), midus_loss(A @ shared_optimum(A, Y), Y)
-    torch.testing.assert_close(hive, independent)
-    assert share > independent + 1
-    Y, (U, S, Vt) = noise, torch.linalg.svd(torch.cat(list(Pi @ noise), 1), full_matrices=False)   # any targets: the best rank-r HIVE
-    for r in (1, 2, 4):
-        F_h = torch.stack(((U[:, :r] * S[:r]) @ Vt[:r]).chunk(3, 1))
-        hive, independent = midus_loss(F_h, Y), midus_loss(Pi @ Y, Y)
-        torch.testing.assert_close(hive, independent + 0.5 * (S[r:] ** 2).sum())
-        torch.testing.assert_close(Pi @ F_h, F_h)                                                 # some V W_h gives it
-    assert independent < hive < midus_loss(A @ shared_optimum(A, Y), Y)                           # r = d_h
+    A, said, Pi, noise = midus_retrieval(same=True)
+    Y = said + noise - Pi @ noise
+    hive = midus_loss(said, Y)
+    torch.testing.assert_close(hive, midus_loss(Pi @ Y, Y))
+    assert shared_loss(A, Y) > hive + 1
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_midus_the_best_hive_of_rank_r_for_any_targets(r):
+    A, said, Pi, Y = midus_retrieval(same=True)
+    independent = midus_loss(Pi @ Y, Y)
+    targets = torch.cat(list(Pi @ Y), 1)                       # (T, H*d_h)
+    U, S, Vt = torch.linalg.svd(targets, full_matrices=False)
+    best = U[:, :r] * S[:r] @ Vt[:r]
+    F_h = torch.stack(best.chunk(3, 1))
+    hive = midus_loss(F_h, Y)
+    torch.testing.assert_close(hive, independent + 0.5 * (S[r:] ** 2).sum())
+    torch.testing.assert_close(Pi @ F_h, F_h)                  # some V W_h gives it
+    assert independent < hive
+    assert r < 4 or hive < shared_loss(A, Y)                   # r = d_h
 
 
 @pytest.mark.parametrize("fields, message", [
-    (dict(upscale="dus"), "upscale='dus': choose one of midus"), (dict(memory="moe"), "memory='moe'"), (dict(phase="rl"), "phase='rl'"), (dict(query_norm="rms"), "query_norm"),
-    (dict(placement="llama-pro"), "upscale='midus', placement='llama-pro': this method goes with distributed, top-heavy, bottom-heavy"),
-    (dict(upscale="base", inserted=2), "inserted=2"), (dict(inserted=7), "inserted=7"), (dict(inserted=0), "inserted=0"), (dict(upscale="solar"), "n_layer=6, inserted=3"),
-    (dict(upscale="opt_deus", inserted=6), "inserted=6"), (dict(k=26, n=5), "k=26, n=5"), (dict(r=0), "r=0"),
-    (dict(memory="pkm", out_proj=True), "out_proj=True: Table 11's structures need hml"), (dict(upscale="solar", memory="pkm", inserted=2), "memory='pkm': the kinds of memory blocks need midus"), (dict(n_embd=36), "n_embd=36"),
-    (dict(n_kv_head=3), "n_kv_head=3"), (dict(rope_scaling="32:4:1:8192"), "rope_scaling='32:4:1:8192'"), (dict(rope_base=0.0), "rope_base=0"), (dict(n=0), "n=0: must be"),
-])
-def test_midus_config_errors(fields, message):
+    (dict(upscale="dus"), "upscale='dus': choose one of ['midus', 'base', 'solar'"),
+    (dict(memory="moe"), "memory='moe': choose one of ['hml', 'linear'"),
+    (dict(phase="rl"), "phase='rl'"),
+    (dict(queries="rms"), "queries='rms'"),
+    (dict(placement="llama-pro"), "placement='llama-pro': choose one of ['distributed', 'top"),
+    (dict(upscale="llama_pro", placement="top-heavy"), "placement='top-heavy'"),
+    (dict(upscale="solar", memory="pkm"), "memory='pkm'"),
+    (dict(upscale="lesa", queries="residual"), "queries='residual': these kinds of memory"),
+    (dict(memory="pkm", queries="out_proj"), "Table 11's queries need memory=hml"),
+    (dict(upscale="base", inserted=2), "inserted=2"),
+    (dict(inserted=7), "inserted=7"),
+    (dict(inserted=0), "inserted=0"),
+    (dict(top_k=26, n_keys=5), "top_k=26, n_keys=5"),
+    (dict(n_embd=36), "n_embd=36"),
+    (dict(n_kv_head=3), "n_kv_head=3"),
+    (dict(rope_scaling="32:4:1:8192"), "rope_scaling='32:4:1:8192'"),
+    (dict(upscale="solar", inserted=3), "n_layer=6, inserted=3"),
+    (dict(upscale="opt_deus", inserted=6), "n_layer=6, inserted=6"),
+    (dict(upscale="lesa", n_layer=5, inserted=1), "upscale=lesa, n_layer=5"),
+], ids=str)
+def test_midus_what_cannot_be_is_refused(fields, message):
+    grow = {"upscale": "midus", **fields}
     with pytest.raises(ValueError, match=re.escape(message)):
-        model_midus.Config(**{**MIDUS_SIZE, **fields})
+        config = model_midus.Config(**{**MIDUS_SIZE, **grow})
+        base = midus_base(n_layer=config.n_layer)
+        model_midus.upscale(base, config.upscale, inserted=config.inserted)
 
 
-def write_hf(path, kind="llama", shards=1, **fields):
-    """A small random Hugging Face model -> (it, its folder)."""
+def midus_start(model, **fields):
+    ckpt = {"model_config": vars(model.config), "model": model.state_dict()}
+    found = model_midus.start("here", ckpt, fields)
+    started = model_midus.Model(model_midus.Config(**found["model_config"]))
+    started.load_state_dict(found["model"])
+    return started.eval()
+
+
+def test_midus_start_grows_a_base_once():
+    base, idx = midus_base().eval(), some_tokens(2, 14)
+    grown = midus_start(base, upscale="midus", phase="cpt", n_keys=3, block_size=8, n_layer=-1)
+    assert grown.config.inserted == grown.config.n_keys == 3
+    assert grown.config.block_size == 8 and grown.config.phase == "cpt"
+    again = midus_start(grown, phase="sft", upscale="midus")   # the same model, all of it trains
+    assert again.config.phase == "sft"
+    with torch.no_grad():
+        assert torch.equal(again(idx)[0], base(idx)[0])
+    with pytest.raises(ValueError, match="already deeper"):
+        model_midus.upscale(grown)
+
+
+@pytest.mark.parametrize("grow, wrong", [
+    (dict(upscale="midus"), "n_layer=3"), (dict(), "n_keys=9"),        # of a base
+    (None, "n_keys=9"), (None, "upscale=llama_pro"), (None, "n_head=1")])
+def test_midus_start_changes_nothing_that_a_model_has(grow, wrong):
+    key, _, value = wrong.partition("=")
+    model = midus_base() if grow is not None else midus_grown()
+    fields = {**(grow or {}), key: int(value) if value.isdigit() else value}
+    with pytest.raises(ValueError, match=f"{wrong}: here has {key}="):
+        midus_start(model, **fields)
+
+
+def test_midus_inspect_shows_each_heads_shares_of_its_slots():
+    model, idx = midus_grown(), some_tokens(1, 9)
+    found = []
+    keys = model.inserted[1].memory.retrieve
+    keys.register_forward_hook(lambda keys, q, result: found.append(result))
+    use, axes = model.inspect(idx)["use"]
+    assert use.shape == (3, 4, 25) and axes == ("layer", "head", "slot")
+    slots, alpha = found[0]                                    # (T, H, k) each
+    want = torch.zeros(25)
+    for t, place in itertools.product(range(9), range(3)):
+        want[slots[t, 2, place]] += alpha[t, 2, place] / 9
+    torch.testing.assert_close(use[1, 2], want)
+
+
+def small_llama(folder, kind, **fields):
+    """A small random Hugging Face model, written to the folder."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
-    name = {"llama": "Llama", "qwen2": "Qwen2"}[kind]
-    theirs = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**config, **fields})).eval()
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, **fields)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)
-    theirs.save_pretrained(path, max_shard_size="15KB" if shards > 1 else "1GB")
-    assert len(list(path.glob("*.safetensors"))) >= shards
-    return theirs, path
+    theirs.save_pretrained(folder)
+    return theirs
 
 
-LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16, rope_theta=10000.0)
+LLAMA_3 = dict(rope_type="llama3", rope_theta=10000.0, factor=32.0, low_freq_factor=1.0,
+               high_freq_factor=4.0, original_max_position_embeddings=16)
 
 
-@pytest.mark.parametrize("kind, shards, fields", [
-    ("llama", 1, dict(tie_word_embeddings=True)), ("llama", 3, dict(tie_word_embeddings=False, rms_norm_eps=1e-3)), ("qwen2", 1, dict(tie_word_embeddings=True)),
-    ("llama", 1, dict(num_key_value_heads=4, rope_parameters=LLAMA3)), ("llama", 1, dict(rope_parameters=dict(rope_type="default", rope_theta=500.0)))], ids=str)
-def test_midus_hugging_face_logits_equal_transformers(kind, shards, fields, tmp_path):
-    theirs, path = write_hf(tmp_path / "hf", kind, shards, **fields)
-    ours, idx = model_midus.Model.from_pretrained(str(path)).eval(), some_tokens(2, 60)
-    assert ours.config.tied == bool(theirs.config.tie_word_embeddings) and ours.config.qkv_bias == (kind == "qwen2")
-    with torch.no_grad():
-        torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=2e-5, rtol=1e-5)
-        assert theirs(idx).logits.std() > 0.5
-        grown = model_midus.upscale(ours, inserted=1).eval()
-        assert torch.equal(grown(idx)[0], ours(idx)[0])
-    if fields.get("rope_parameters") is LLAMA3:                # as older files spell it
-        config = json.loads((path / "config.json").read_text())
-        config["rope_theta"], config["rope_scaling"] = config["rope_parameters"].pop("rope_theta"), config.pop("rope_parameters")
-        (path / "config.json").write_text(json.dumps(config))
-        assert model_midus.Model.from_pretrained(path).config == ours.config and ours.config.rope_scaling == "32:1:4:16"
-
-
-def damaged_hf(damage, path):
-    from safetensors.torch import load_file, save_file
-    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
-    if isinstance(damage, dict):
-        config |= damage
-        (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    elif damage == "cut":
-        file.write_bytes(file.read_bytes()[:-1000])
-    elif damage == "shard":
-        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "model-7.safetensors"}}))
-    elif damage == "index":
-        (path / "model.safetensors.index.json").write_text("[]")
-    elif damage == "no config":
-        (path / "config.json").unlink()
-    else:
-        tensors = load_file(file)
-        damage(tensors)
-        save_file(tensors, file)
-
-
-@pytest.mark.parametrize("damage, message", [
-    (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "1 tensors are missing, the first is layers.1.mlp.up_proj.weight"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(31)}), "model.norm.weight is (31,), config.json asks for (32,)"),
-    (lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}), "q_norm.weight is there twice or has no place"),
-    ("cut", "model.safetensors cannot be read"), ("shard", "model-7.safetensors cannot be read"), ("index", "index.json cannot be read"), ("no config", "no readable config.json"),
-    (dict(model_type="gpt2"), "model_type='gpt2'"), (dict(hidden_act="gelu"), "hidden_act='gelu'"), (dict(attention_bias=True), "attention_bias=True"), (dict(mlp_bias=True), "mlp_bias=True"),
-    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "rope type='yarn'"), (dict(head_dim=16), "head_dim=16"), (dict(hidden_size=None), "no 'hidden_size'"),
-    (dict(rope_parameters=dict(rope_type="llama3", rope_theta=1e4)), "no 'factor'"), (dict(quantization_config=dict(bits=4)), "quantization_config"),
-    (dict(num_hidden_layers=2), "model.layers.2."), (dict(num_attention_heads=32, num_key_value_heads=32, head_dim=None), "head_dim=1"),
+@pytest.mark.parametrize("kind, fields", [
+    ("Llama", dict(tie_word_embeddings=True)),
+    ("Llama", dict(tie_word_embeddings=False, rms_norm_eps=1e-3)),
+    ("Llama", dict(rope_parameters=LLAMA_3)),
+    ("Qwen2", dict(tie_word_embeddings=True)),
 ], ids=str)
-def test_midus_hugging_face_errors(damage, message, tmp_path):
-    damaged_hf(damage, write_hf(tmp_path / "hf", tie_word_embeddings=True)[1])
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model_midus.from_pretrained(tmp_path / "hf")
+def test_midus_grows_a_hugging_face_model_whose_logits_equal_transformers(kind, fields, tmp_path):
+    theirs, idx = small_llama(tmp_path, kind, **fields), some_tokens(2, 60)
+    ckpt = sample.load_hugging_face(tmp_path, model_midus)
+    for grow in (dict(), dict(upscale="midus"), dict(upscale="opt_deus")):
+        found = model_midus.start(tmp_path, ckpt, grow)
+        ours = model_midus.Model(model_midus.Config(**found["model_config"])).eval()
+        ours.load_state_dict(found["model"])
+        assert len(ours.inserted) == (1 if grow else 0)
+        with torch.no_grad():
+            want = theirs(idx).logits
+            torch.testing.assert_close(ours(idx)[0], want, atol=2e-5, rtol=1e-5)
+    assert want.std() > 0.5
+
+
+def train_midus(*flags, expect=""):
+    return train("--model=midus", *TINY, "--depth=2", *flags, expect=expect)
 
 
 @pytest.fixture(scope="module")
 def midus_run(text_folder, tmp_path_factory):
     """A base of train.py's, trained for a few steps, and its run folder."""
     out = tmp_path_factory.mktemp("midus") / "base"
-    train("--model=midus", *TINY, "--depth=2", "--dense=True", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=4", "--learning_rate=0.01")
+    train_midus("--dense=True", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=4",
+                "--learning_rate=0.01")
     return out
 
 
-def test_midus_phases_through_train(midus_run, text_folder, tmp_path, capsys):
-    """Base -> CPT, which moves the inserted blocks alone and starts from the base's loss -> SFT, which moves everything."""
-    flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=6", "--n=8"]
-    run = train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", f"--out_dir={tmp_path / 'cpt'}")
-    assert f"midus: 1 blocks into {midus_run}; at step 0 logits differ from its own by 0 at most" in capsys.readouterr().out
-    assert {group["schedule"]: group["lr"] / group["base_lr"] for o in run["optimizers"] for group in o.param_groups} == {False: 1, True: pytest.approx(.0955, abs=1e-3)}
-    assert log_of(tmp_path / "cpt", "val_loss")[0] == log_of(midus_run, "val_loss")[4]
-    base, cpt = (torch.load(p / "ckpt.pt", weights_only=True) for p in (midus_run, tmp_path / "cpt"))
-    assert cpt["model_config"]["phase"] == "cpt" and run["config"]["warmup_iters"] == 1 and run["config"]["block_size"] == 32
-    assert all(torch.equal(t, cpt["model"][name]) for name, t in base["model"].items())
-    assert sum(len(o["state"]) for o in cpt["optimizers"]) == len(list(run["raw"].inserted.parameters()))
-    assert all(cpt["model"][name].abs().max() > 0 for name in cpt["model"] if name.endswith("values"))
-    train(*flags[:-1], f"--init_from={tmp_path / 'cpt'}", "--phase=sft", f"--out_dir={tmp_path / 'sft'}")
-    assert log_of(tmp_path / "sft", "val_loss")[0] == log_of(tmp_path / "cpt", "val_loss")[6]
-    sft = torch.load(tmp_path / "sft" / "ckpt.pt", weights_only=True)["model"]
-    assert sft.keys() == cpt["model"].keys() and not any(torch.equal(t, cpt["model"][name]) for name, t in sft.items())
-    for wrong, message in ((["--n=9"], "n=9"), (["--upscale=llama_pro"], "upscale=llama_pro"), (["--n_head=1"], "n_head=1")):
-        train(*flags[:-1], f"--init_from={tmp_path / 'cpt'}", *wrong, f"--out_dir={tmp_path / 'x'}", expect=message)
-    train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--n_layer=3", f"--out_dir={tmp_path / 'x'}", expect="n_layer=3")
-    train(*flags, f"--init_from={tmp_path}", f"--out_dir={tmp_path / 'x'}", expect="no readable config.json")
+def saved_model(out):
+    return torch.load(Path(out) / "ckpt.pt", weights_only=True)["model"]
 
 
-def test_midus_start_says_how_far_a_method_is_from_the_base(tmp_path, capsys):
-    """Those that are not the identity at step 0: the number is that of a forward pass of both models."""
-    base = midus_base().eval()
-    ckpt, idx = {"model_config": dict(vars(base.config)), "model": base.state_dict()}, torch.arange(32)[None] % 61
-    for method in ("avg_deus", "lesa", "solar"):
-        found = model_midus.start(tmp_path, ckpt, {"upscale": method, "inserted": 2})
-        grown = model_midus.Model(model_midus.Config(**found["model_config"])).eval()
-        grown.load_state_dict(found["model"])
-        with torch.no_grad():
-            difference = (grown(idx)[0] - base(idx)[0]).abs().max().item()
-        assert f"{method}: 2 blocks into {tmp_path}; at step 0 logits differ from its own by {difference:.3g} at most" in capsys.readouterr().out and difference > .1
+def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
+    """Base -> CPT, which moves the inserted blocks alone and starts from the base's loss -> SFT,
+    which moves everything."""
+    cpt, sft = tmp_path / "cpt", tmp_path / "sft"
+    flags = [f"--dataset={text_folder}", "--max_iters=6"]
+    run = train_midus(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt",
+                      "--n_keys=8", f"--out_dir={cpt}")
+    for optimizer in run["optimizers"]:
+        for group in optimizer.param_groups:                   # after the last of six steps
+            left = group["lr"] / group["base_lr"]
+            assert left == (pytest.approx(.0955, abs=1e-3) if group["schedule"] else 1)
+    assert log_of(cpt, "val_loss")[0] == log_of(midus_run, "val_loss")[4]
+    base, grown = saved_model(midus_run), saved_model(cpt)
+    for name, tensor in grown.items():
+        assert torch.equal(tensor, base.get(name, tensor))
+    assert grown["inserted.0.memory.values"].abs().max() > 0
+    train_midus(*flags, f"--init_from={cpt}", "--phase=sft", f"--out_dir={sft}")
+    assert log_of(sft, "val_loss")[0] == log_of(cpt, "val_loss")[6]
+    tuned = saved_model(sft)
+    for name, tensor in grown.items():
+        assert not torch.equal(tuned[name], tensor)
 
 
 def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path):
-    """A process starts with a random seed of torch's own; --seed must be set before the new blocks are drawn."""
+    """A process starts with a random seed of torch's own; --seed must be set before the new blocks
+    are drawn."""
     new = []
     for own, seed in ((1, 5), (2, 5), (3, 6)):
         torch.manual_seed(own)
-        run = train("--model=midus", *TINY, f"--dataset={text_folder}", f"--init_from={midus_run}", "--upscale=midus", "--n=8", f"--seed={seed}", "--max_iters=1",
-                    f"--out_dir={tmp_path}")
-        new.append(torch.cat([p.detach().flatten() for p in run["raw"].inserted.parameters()]))
-    assert torch.equal(new[0], new[1]) and not torch.equal(new[0], new[2])
+        train_midus(f"--dataset={text_folder}", f"--init_from={midus_run}", "--upscale=midus",
+                    "--n_keys=8", f"--seed={seed}", "--max_iters=1", f"--out_dir={tmp_path}")
+        new.append(saved_model(tmp_path)["inserted.0.memory.retrieve.keys"])
+    assert torch.equal(new[0], new[1])
+    assert not torch.equal(new[0], new[2])
 
 
-@pytest.mark.parametrize("phase", ["cpt", "sft"])
-def test_midus_resume_is_exact_in_each_phase(phase, midus_run, text_folder, tmp_path):
-    flags = ["--model=midus", *TINY, f"--dataset={text_folder}", "--eval_interval=3", "--max_iters=6"]
-    start = [f"--init_from={midus_run}", "--upscale=midus", f"--phase={phase}", "--n=8", "--query_norm=batch"]
-    train(*flags, *start, f"--out_dir={tmp_path / 'whole'}")
+def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    flags = [f"--dataset={text_folder}", "--eval_interval=3", "--max_iters=6",
+             f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", "--n_keys=8",
+             "--queries=batch_norm"]
+    train_midus(*flags, f"--out_dir={whole}")
     original = prepare_fineweb.TokenShards.shuffled
+
+    def interrupted(shards, seed, rows):
+        if rows[0] == 12:                                      # the fourth step's
+            signal.raise_signal(signal.SIGINT)
+        return original(shards, seed, rows)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_fineweb.TokenShards, "shuffled", lambda self, seed, rows: (rows[0] == 12 and signal.raise_signal(signal.SIGINT), original(self, seed, rows))[1])
-        train(*flags, *start, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
-    train("--model=midus", f"--dataset={text_folder}", f"--out_dir={tmp_path / 'part'}", "--init_from=resume")
-    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole") and sorted(log_of(tmp_path / "part")) == list(range(1, 7))
-    a, b = (torch.load(tmp_path / run / "ckpt.pt", weights_only=True)["model"] for run in ("whole", "part"))
-    assert all(torch.equal(a[k], b[k]) for k in a)
-
-
-def test_midus_trains_from_a_hugging_face_folder(text_folder, tmp_path, capsys):
-    _, path = write_hf(tmp_path / "hf", vocab_size=300, tie_word_embeddings=False)
-    train("--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=2", f"--init_from={path}", "--upscale=opt_deus", "--phase=cpt", f"--out_dir={tmp_path / 'run'}")
-    assert "opt_deus: 1 blocks into" in (said := capsys.readouterr().out) and "differ from its own by 0 at most" in said and sorted(log_of(tmp_path / "run")) == [1, 2]
-    write_hf(tmp_path / "small", vocab_size=200)
-    train("--model=midus", *TINY, f"--dataset={text_folder}", f"--init_from={tmp_path / 'small'}", f"--out_dir={tmp_path / 'x'}", expect="vocab_size=200")
-
-
-def test_midus_sft_on_instructions(midus_run, text_folder, tmp_path, monkeypatch, capsys):
-    """Alpaca's records become prompts and answers, the loss is on the answers, and sample.py decodes with cached values."""
-    instruct = runpy.run_path(str(ROOT / "experiments" / "instruct.py"), run_name="instruct")
-    rows = [dict(instruction=f"Repeat {i}.", input="a word" * (i % 2), output=f"word {i}", source="code" if i % 3 == 0 else "prose") for i in range(120)]
-    with lzma.open(tmp_path / "rows.jsonl.xz", "wt") as f:
-        f.write("".join(json.dumps(row) + "\n" for row in rows))
-    instruct["main"]([f"--source={tmp_path / 'rows.jsonl.xz'}", "--tokenizer=bytes", f"--out={tmp_path / 'sft'}", "--skip=code,math"])
-    assert "80 of 120 records" in capsys.readouterr().out
-    records = [json.loads(line) for line in (tmp_path / "sft_records" / "train.jsonl").open()]
-    assert records[0] == {"prompt": "### Instruction:\nRepeat 1.\n\n### Input:\na word\n\n### Response:\n", "answer": "word 1"}
-    assert records[1]["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
-    x, y = prepare_fineweb.TokenShards(str(tmp_path / "sft"), "train", 128).batch(range(4))
-    answers = bytes(t for t in y[y >= 0].tolist() if t < 256).decode()
-    assert re.fullmatch(r"(word \d+|\d*)+", answers) and (y < 0).sum() > 2 * (y >= 0).sum()
-    (tmp_path / "array.json").write_text(json.dumps(rows[:60]))                      # Alpaca's own file is an array, and Dolly has other names
-    write_jsonl(tmp_path / "dolly.jsonl", [{"instruction": row["instruction"], "context": row["input"], "response": row["output"]} for row in rows[:60]])
-    for name in ("array.json", "dolly.jsonl"):
-        instruct["main"]([f"--source={tmp_path / name}", "--tokenizer=bytes", f"--out={tmp_path / 'other'}"])
-        others = [json.loads(line) for line in (tmp_path / "other_records" / "train.jsonl").open()]
-        assert len(others) == 60 and others[1] == records[0]
-    for text, message in (('{"a": 1}', "must be an array"), ("[", "cannot be read")):
-        (tmp_path / "array.json").write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            instruct["main"]([f"--source={tmp_path / 'array.json'}", "--tokenizer=bytes", f"--out={tmp_path / 'x'}"])
-    with pytest.raises(ConfigError, match="line 1: a record must have texts"):
-        write_jsonl(tmp_path / "bad.jsonl", [dict(instruction="?", input="")])
-        instruct["main"]([f"--source={tmp_path / 'bad.jsonl'}", "--tokenizer=bytes", f"--out={tmp_path / 'x'}"])
-    flags = ["--model=midus", *TINY, f"--dataset={tmp_path / 'sft'}", "--max_iters=3", f"--out_dir={tmp_path / 'run'}"]
-    train(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n=8")
-    assert log_of(tmp_path / "run")[1] > 0 and sample.load_model(tmp_path / "run", "cpu")[0].inserted[0].memory.V_h is not None
+        patch.setattr(prepare_fineweb.TokenShards, "shuffled", interrupted)
+        train_midus(*flags, f"--out_dir={part}", expect="--init_from=resume")
+    train("--model=midus", f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
+    assert log_of(part) == log_of(whole) and len(log_of(part)) == 6
+    torch.testing.assert_close(saved_model(part), saved_model(whole), rtol=0, atol=0)
 
 
 # ================================================================ model_hiermem.py: hierarchical memories
