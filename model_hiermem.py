@@ -202,15 +202,15 @@ class RMSNorm(nn.Module):
 
 
 def rotary_frequencies(config, device):
-    """theta (d_h/2,): base^(-2i/d_h). Llama 3 stretches the wavelengths that turn less than `low`
-    times in its old context."""
-    channel = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
-    theta = config.rope_base ** (-channel / config.head_dim)
+    """theta (d_h/2,): base^(-2i/d_h). Llama 3 divides by `factor` the frequencies that turn less
+    than `low` times in its old context, and leaves those alone that turn more than `high` times."""
+    exponent = -torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
+    theta = config.rope_base ** (exponent / config.head_dim)
     if not config.rope_scaling:
         return theta
     factor, low, high, context = map(float, config.rope_scaling.split(":"))
     turns = context * theta / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)          # 1 beyond `high` turns
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * theta + (1 - keep) * theta / factor
 
 
@@ -509,18 +509,15 @@ class Model(nn.Module):
             x = block(x, rotary, mask, kind(config, fetched.get(layer)), cache)
         x = self.norm(x)
         if targets is not None:
-            return None, linear_cross_entropy(x, self.head_weight(), targets)
+            return None, linear_cross_entropy(x, (self.head or self.embed).weight, targets)
         if cache is not None:
             cache.pos += idx.size(1)
             cache.store["memory"] = fetched
             x = x[:, -1:]
         return self.logits(x), None
 
-    def head_weight(self):
-        return self.embed.weight if self.head is None else self.head.weight
-
     def logits(self, x):
-        return F.linear(x, self.head_weight()).float()
+        return F.linear(x, (self.head or self.embed).weight).float()
 
     def new_cache(self, batch_size, max_len):
         return Cache(max_len)
@@ -620,7 +617,7 @@ class Model(nn.Module):
         """Forward and backward at full context: 6 a weight (4 in a frozen anchor), fetched memory
         too, and 12*T*h*d_h a layer."""
         config = self.config
-        weights = self.head_weight().numel()
+        weights = (self.head or self.embed).weight.numel()
         for module in self.blocks.modules():
             if isinstance(module, nn.Linear):
                 weights += module.weight.numel()
