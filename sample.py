@@ -1,15 +1,14 @@
 """
-Load a checkpoint of any model_NAME.py; generate with a cache, score answers, draw what the model computes inside.
+Load a checkpoint of any model_NAME.py, generate with a cache, draw what the model computes inside.
 
     python sample.py                                       # the newest checkpoint in out/, from nothing
     python sample.py --out_dir=out/move-d12 --prompt="The Moon is" --temperature=0
-    git log -3 | python sample.py --prompt=-               # the prompt from stdin (read for "-" only, less its last newline)
-    python sample.py --bench=True                          # prefill and decode times, with the cache and without
+    git log -3 | python sample.py --prompt=-               # the prompt from stdin
     python sample.py --inspect=True --prompt="We sat on the river bank" --words=river,bank
-    python sample.py --inspect=True --words=bank           # MoVE's Appendix B, on the texts of experiments/words.json
 
-A prompt opens a document, so the end-of-text token goes before it as in training; the empty prompt is that token alone. The same
-token ends a sample. The text goes to stdout, what a pipe should not see to stderr.
+A prompt opens a document, so the end-of-text token goes before it as in training; the empty prompt
+is that token alone. The same token ends a sample. The text goes to stdout, what a pipe should not
+see to stderr. Of a prompt from stdin the last newline is the shell's and is left out.
 """
 import codecs
 import importlib
@@ -17,16 +16,17 @@ import json
 import os
 import re
 import sys
-import time
 from itertools import accumulate, takewhile
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
+
+from prepare_fineweb import EOT, ConfigError, configure, get_tokenizer, guard, help_text, need
+
+if __name__ == "__main__":
+    guard("sample.py")
 
 import torch
 import torch.nn.functional as F
-
-from prepare_fineweb import EOT, ConfigError, configure, find_dataset, get_tokenizer, help_text, load_meta, need
 
 # -----------------------------------------------------------------------------
 out_dir = ""            # a run's folder, or a ckpt.pt; empty: the newest out/*/ckpt.pt
@@ -40,113 +40,137 @@ stop_at_eot = True      # False: write on into the next document, as nanoGPT doe
 seed = 1337
 device = ""             # cuda | cuda:1 | mps | cpu; empty: the accelerator if there is one
 dtype = ""              # float32 | bfloat16, by autocast; empty: bfloat16 on a GPU that has it
-bench = False           # time prefill and decoding
-inspect = False         # heat maps of what the model's inspect() returns, into the checkpoint's folder
-leaf = ""               # of a model with hierarchical memories: generic | none | a leaf's number; empty: the path of the prompt
-block = ""              # its nodes that may not be entered: "level:node,..." or "best:level", the one that the prompt would take
-embedder_path = ""      # folder of its embedder, where that is not installed
-words = ""              # words of the prompt, by commas; empty: its last. Without a prompt: words of experiments/words.json
-_defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, float, str))}
+inspect = False         # pictures of what the model's inspect() returns for the prompt
+words = ""              # of the prompt, by commas: those that --inspect looks at; empty: its last
+leaf = ""               # hierarchical memories: generic | none | a leaf; empty: the prompt's path
+block = ""              # and nodes that may not be entered: "level:node,..." or "best:level"
+embedder_path = ""      # folder of their embedder, where that is not installed
+_defaults = {k: v for k, v in globals().items() if type(v) in (int, float, bool, str) and k[0] != "_"}
 # -----------------------------------------------------------------------------
 
 
+# ----------------------------------------------------------------------------- model files
+
+class Hooks:
+    """What train.py and this file ask of a Model beside the required: a model has those it needs,
+    and of the others these, which do nothing. The table in train.py says what each is for."""
+
+    def begin_step(self, step, max_iters):
+        pass
+
+    def training_context(self, context, seed, rows):
+        return {}
+
+    def prompt_context(self, text, folders, leaf, block, embedder_path):
+        need(not leaf and not block, f"leaf={leaf}, block={block}: this model has no such memories")
+        return {}, ""
+
+    def new_cache(self, batch_size, max_len):
+        return None
+
+    def inspect(self, idx):
+        return {}
+
+
+def start(path, ckpt, fields):
+    """The sixth hook, of the module: the checkpoint's model as it is, except for its context."""
+    have = ckpt["model_config"]
+    for key, value in fields.items():
+        same = key == "block_size" or value in (-1, "", have.get(key))
+        need(same, f"{key}={value}: {path} has {key}={have.get(key)}; leave {key} out")
+    block_size = fields.get("block_size", have["block_size"])
+    return {"model_config": {**have, "block_size": block_size}, "model": ckpt["model"]}
+
+
+def load_module(name):
+    """model_NAME.py, imported, with every hook that it does not have itself."""
+    folder = Path(__file__).parent
+    there = sorted({path.stem[6:] for place in (folder, Path()) for path in place.glob("model_*.py")})
+    try:
+        module = importlib.import_module(f"model_{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"model_{name}":
+            raise
+        message = f"model={name}: there is no model_{name}.py, only those of {', '.join(there)}"
+        raise ConfigError(message) from None
+    for hook, default in vars(Hooks).items():
+        if not hook.startswith("_") and not hasattr(module.Model, hook):
+            setattr(module.Model, hook, default)
+    if not hasattr(module, "start"):
+        module.start = start
+    return module
+
+
+# ----------------------------------------------------------------------------- checkpoints
+
 def write_checkpoint(path, state):
-    """Temporary file, fsync, rename: whatever is killed when, `path` is a whole checkpoint, the old one or the new one."""
-    with open(f"{path}.tmp", "wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(f"{path}.tmp", path)
+    """Temporary file, fsync, rename: whatever is killed when, `path` is a whole checkpoint, the old
+    one or the new one. On a full disk the temporary file goes and the old checkpoint stays."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{path} cannot be written, {error}: make room on its disk, or give "
+                          "another --out_dir=") from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path) -> dict:
-    """A ckpt.pt, or the folder it is in -> what train.py saved (the tensors stay in the file until they are used)."""
+    """A ckpt.pt, or its folder -> what train.py saved; the tensors stay in the file until used."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-    if not path.is_file():
-        raise ConfigError(f"no checkpoint {path}: `python train.py` makes one, --out_dir= names another")
+    need(path.is_file(), f"no checkpoint {path}: `python train.py` makes one, --out_dir= names another")
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as e:      # a torn file can raise almost anything
-        raise ConfigError(f"{path} cannot be read, it is cut short or no checkpoint: {str(e).splitlines()[0]}") from None
-    if not isinstance(ckpt, dict) or ckpt.get("format") != "nanomem-1":
-        raise ConfigError(f"{path} is not a checkpoint of nanoMem's train.py")
-    for key in [key for key, t in ckpt["model"].items() if key.endswith(".home") and not t.numel()]:    # a table in a file of its own
-        file = path.with_name(f"{path.stem}.{key}")
-        need(file.is_file(), f"{path} goes with {file.name}, which is not beside it")
-        ckpt["model"][key] = torch.from_file(str(file), shared=True, size=file.stat().st_size // 4)
+    except Exception as error:      # a torn file can raise almost anything
+        reason = str(error).splitlines()[0]
+        message = f"{path} cannot be read, it is cut short or no checkpoint: {reason}"
+        raise ConfigError(message) from None
+    ours = isinstance(ckpt, dict) and ckpt.get("format") == "nanomem-1"
+    need(ours, f"{path} is not a checkpoint of nanoMem's train.py")
     return ckpt
 
 
-def build_model_config(c, module, overrides):
-    """The model's Config from a preset or the depth dial, DENSE and the fields that were given."""
-    dense, presets = getattr(module, "DENSE", {}) if c["dense"] else {}, getattr(module, "PRESETS", {})
-    for key in dense.keys() & overrides.keys():
-        raise ConfigError(f"dense and {key}: dense=True sets {key}={dense[key]}; give one of them")
-    fields = {"block_size": c["block_size"], **dense, **overrides}
-    if not c["preset"]:
-        return module.Config.from_depth(c["depth"], **fields)
-    need(c["preset"] in presets, f"preset={c['preset']}: model_{c['model']}.py has {', '.join(presets) or 'none'}")
-    return module.Config(**{**presets[c["preset"]], **fields})
-
-
-def data_fields(meta, module):
-    """What a data folder's meta.json says of the model: fields of its Config, such as the tree of clusters."""
-    return {k: meta[k] for k in meta.keys() & module.Config.__dataclass_fields__.keys() - {"vocab_size", "block_size"}}
-
-
-def load_start(config, given, overrides, module):
-    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults; on a start the context may
-    change. A model file with start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
-    resume, source, out = config["init_from"] == "resume", Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
-    if config["init_from"] == "scratch":
-        return None
-    need(resume or out not in (source, source.parent), f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
-    own = not resume and hasattr(module, "start")
-    ckpt = None if own and source.is_dir() and not (source / "ckpt.pt").exists() else load_checkpoint(config["out_dir"] if resume else config["init_from"])
-    if own:
-        known = data_fields(load_meta(find_dataset(config["dataset"])), module)
-        ckpt = module.start(config["init_from"], ckpt, {**known, **overrides, **{k: given[k] for k in ("block_size",) if k in given}})
-        config["block_size"] = ckpt["model_config"]["block_size"]
-        return ckpt
-    fixed = {"model", "preset", "depth", "dense", *overrides} | ({"block_size", "seed", "batch_tokens", "optimizer"} if resume else set())
-    saved = {**ckpt["config"], **ckpt["model_config"]}
-    for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
-        raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
-    if not resume:                                             # tasks have rows of their own length
-        window = load_meta(find_dataset(config["dataset"])).get("block_size", -1) if config["dataset"] else -1
-        saved["block_size"] = next(n for n in (given.get("block_size", -1), window, saved["block_size"]) if n != -1)
-        ckpt["model_config"]["block_size"] = saved["block_size"]
-    keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
-    config |= {k: v for k, v in keep.items() if k in config and k not in given and k not in ("out_dir", "init_from", "device")}
-    return ckpt
+def assemble(path, ckpt):
+    """The model of a checkpoint, whose tensors it takes as they are: in the mapped file. ConfigError
+    if model_NAME.py no longer fits it."""
+    name = ckpt["config"]["model"]
+    module = load_module(name)
+    try:
+        with torch.device("meta"):
+            model = module.Model(module.Config(**ckpt["model_config"]))
+        if dict(model.named_buffers()).keys() - model.state_dict().keys():
+            model.to_empty(device="cpu")
+            model.init_weights()    # it has tables that are computed, not saved (rotary ones, say)
+        model.load_state_dict(ckpt["model"], assign=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:400]
+        message = f"{path} does not fit model_{name}.py, which has changed since: {reason}"
+        raise ConfigError(message) from None
+    return model
 
 
 def load_model(path, device) -> tuple:
-    """Checkpoint -> (model on `device` in eval mode, tokenizer, checkpoint). ConfigError if model_NAME.py no longer fits it."""
+    """Checkpoint -> (model on `device` in eval mode, tokenizer, checkpoint)."""
     ckpt = load_checkpoint(path)
-    name = ckpt["config"]["model"]
-    changed = f"{path} does not fit model_{name}.py, which has changed since:"
-    try:
-        module = importlib.import_module(f"model_{name}")
-        config = module.Config(**ckpt["model_config"])
-    except ModuleNotFoundError as e:
-        if e.name != f"model_{name}":
-            raise
-        raise ConfigError(f"{path} is a checkpoint of model {name!r}, but there is no model_{name}.py") from None
-    except (TypeError, ValueError) as e:
-        raise ConfigError(f"{changed} {e}") from None
-    with torch.device(device):
-        model = module.Model(config)
-    if dict(model.named_buffers()).keys() - model.state_dict().keys():
-        model.init_weights()    # it has tables that are computed, not saved (nanochat's rotary ones)
-    try:
-        model.load_state_dict(ckpt["model"])
-    except RuntimeError as e:
-        raise ConfigError(f"{changed} {' '.join(str(e).split()[6:])[:400]}") from None
-    model.eval()
-    if hasattr(model, "cache_values"):
-        model.cache_values()    # what only inference uses
-    return model, find_tokenizer(path, ckpt["data"]), ckpt
+    model = assemble(path, ckpt).to(device)
+    return model.eval(), find_tokenizer(path, ckpt["data"]), ckpt
+
+
+def load_start(path, module, fields) -> dict:
+    """Where --init_from=PATH begins: another run's checkpoint or a Hugging Face folder, made into
+    module's model by its start(), with the fields of its Config that were given."""
+    source = Path(path)
+    if (source / "config.json").exists() and not (source / "ckpt.pt").exists():
+        ckpt = load_hugging_face(source, module)
+    else:
+        ckpt = load_checkpoint(source)
+        assemble(source, ckpt)      # a checkpoint that lacks a tensor must not train from random
+    return module.start(path, ckpt, fields)
 
 
 def find_tokenizer(path, data):
@@ -156,58 +180,176 @@ def find_tokenizer(path, data):
     for place in (path, Path(path).parent, data["folder"]):
         if Path(place, "tokenizer.json").is_file():
             return get_tokenizer(str(Path(place, "tokenizer.json")))
-    raise ConfigError(f"{path} needs the tokenizer.json of its data folder {data['folder']}, which has none: copy it beside the checkpoint")
+    raise ConfigError(f"{path} needs the tokenizer.json of its data folder {data['folder']}, which "
+                      "has none: copy it beside the checkpoint")
+
+
+# ----------------------------------------------------------------------------- Hugging Face
+
+HUGGING_FACE = {       # their names of a Llama's or Qwen2's tensors -> ours
+    "model.embed_tokens": "embed", "model.layers": "blocks", "model.norm": "norm", "lm_head": "head",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_proj": "attn.W_Q", "self_attn.k_proj": "attn.W_K", "self_attn.v_proj": "attn.W_V",
+    "self_attn.o_proj": "attn.W_O", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down"}
+
+
+def load_hugging_face(path, module) -> dict:
+    """A folder of a Llama or Qwen2 -> {"model_config", "model"} of module's dense model."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError:
+        message = f"{path} is a Hugging Face folder: pip install transformers safetensors"
+        raise ConfigError(message) from None
+    logging.set_verbosity(logging.CRITICAL)     # what it only warns about is refused here
+    logging.disable_progress_bar()
+    path = Path(path)
+    try:
+        theirs = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:      # transformers checks a config.json in many ways
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{path}/config.json cannot be read: {reason}") from None
+    fields = fields_of_hugging_face(path, theirs, module)
+    check_safetensors(path)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=theirs, dtype=torch.float32, use_safetensors=True, local_files_only=True,
+            output_loading_info=True, ignore_mismatched_sizes=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{path} cannot be loaded: {reason}") from None
+    for kind in ("missing", "unexpected", "mismatched"):
+        names = sorted(map(str, info[f"{kind}_keys"]))
+        need(not names, f"{path}: {len(names)} {kind} tensors, beside its config.json: {names[:1]}")
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and fields["tied"]:
+            continue                # the embedding's
+        for their_part, our_part in HUGGING_FACE.items():
+            name = name.replace(their_part, our_part)
+        tensors[name] = tensor
+    config = module.Config(**fields)
+    return {"model_config": dict(vars(config)), "model": tensors}
+
+
+def fields_of_hugging_face(path, theirs, module):
+    """Their config -> the fields of module's Config; ConfigError for what it does not compute."""
+    rope = {"rope_type": "default", **(theirs.rope_parameters or {})}
+    supported = [
+        ("model_type", theirs.model_type, ("llama", "qwen2")),
+        ("hidden_act", theirs.hidden_act, ("silu",)),
+        ("rope_type", rope["rope_type"], ("default", "llama3")),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
+        ("attention_bias", getattr(theirs, "attention_bias", False), (False,)),
+        ("mlp_bias", getattr(theirs, "mlp_bias", False), (False,)),
+        ("use_sliding_window", getattr(theirs, "use_sliding_window", False), (False,)),
+        ("quantization_config", getattr(theirs, "quantization_config", None), (None,)),
+    ]
+    for name, value, choices in supported:
+        message = f"{path}/config.json: {name}={value!r} is not supported, only {choices}"
+        need(value in choices, message)
+    width, n_head = theirs.hidden_size, theirs.num_attention_heads
+    d_h = getattr(theirs, "head_dim", None) or width // n_head
+    need(d_h * n_head == width and d_h % 2 == 0, f"{path}/config.json: head_dim={d_h} with "
+         f"hidden_size={width} and {n_head} heads is not supported: it must be even, and "
+         "hidden_size its product with the heads")
+    fields = dict(
+        n_layer=theirs.num_hidden_layers, n_head=n_head, n_kv_head=theirs.num_key_value_heads,
+        n_embd=width, n_inner=theirs.intermediate_size, vocab_size=theirs.vocab_size,
+        block_size=min(2048, theirs.max_position_embeddings), tied=theirs.tie_word_embeddings,
+        norm_eps=theirs.rms_norm_eps, rope_base=float(rope["rope_theta"]), rope_scaling="",
+        qkv_bias=theirs.model_type == "qwen2", qk_norm=False, **module.DENSE)
+    if rope["rope_type"] == "llama3":
+        parts = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        fields["rope_scaling"] = ":".join(f"{rope[part]:.12g}" for part in parts)
+    known = module.Config.__dataclass_fields__
+    for name in fields.keys() - known.keys():
+        need(fields[name] in (False, ""), f"{path}: {module.__name__}.py has no {name}, which this "
+             f"model needs ({name}={fields[name]})")
+    return {name: value for name, value in fields.items() if name in known}
+
+
+def check_safetensors(path):
+    """What transformers would accept without a word: a file of another folder, integer weights."""
+    from safetensors import SafetensorError, safe_open
+    index, files = path / "model.safetensors.index.json", ["model.safetensors"]
+    if index.exists():
+        try:
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} cannot be read: {error!r}") from None
+    for file in files:
+        need(Path(file).name == file, f"{index} names {file}, which is outside of its folder")
+        try:
+            with safe_open(path / file, "pt") as tensors:
+                kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path / file} cannot be read, it is missing, cut short or no "
+                              f"safetensors file: {error}") from None
+        wrong = sorted(kinds - {"F64", "F32", "F16", "BF16"})
+        need(not wrong, f"{path / file} holds {', '.join(wrong)}: quantized weights are not supported")
+
+
+# ----------------------------------------------------------------------------- generating
+
+def pick_device(name):
+    """"" -> the accelerator if there is one, else the CPU; a name -> itself, if it is there."""
+    if not name:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        name = found.type if found is not None and found.type in ("cuda", "mps") else "cpu"
+    need(name.split(":")[0] in ("cuda", "mps", "cpu"), f"device={name}: choose cuda, mps or cpu")
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        message = f"device={name} is not there ({reason}); leave the key out to take what is"
+        raise ConfigError(message) from None
+    return name
 
 
 def check_length(model, length):
-    if not 0 < length <= model.config.block_size:
-        raise ConfigError(f"the prompt has {length} tokens, the model's context (block_size) is {model.config.block_size}")
+    block_size = model.config.block_size
+    need(0 < length <= block_size, f"the prompt has {length} tokens, the model's context "
+         f"(block_size) is {block_size}")
 
 
 def choose(logits, temperature, top_k, top_p, generator=None):
     """logits (B, vocab) -> one token a row, (B,)."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))     # most likely first
+    size = logits.size(-1)
+    logits, tokens = logits.topk(min(top_k, size) if top_k else size)       # most likely first
     probs = F.softmax(logits / temperature, -1)
     if top_p:
-        probs[probs.cumsum(-1) - probs >= top_p] = 0       # the token that crosses top_p stays
+        before = probs.cumsum(-1) - probs                   # of all that are more likely
+        probs[before >= top_p] = 0                          # the token that crosses top_p stays
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
-def plot_losses(log, png, title):
-    """The loss curves of a log.jsonl that train.py wrote, as a picture."""
-    from matplotlib.figure import Figure
-    rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
-    train, val = [r for r in rows if "loss" in r], [r for r in rows if "val_loss" in r]
-    axes.plot([r["step"] for r in train], [r["loss"] for r in train], color="tab:blue", alpha=0.6, lw=1, label="training batches")
-    end = f": {val[-1]['val_loss']:.3f} nats" + (f", {val[-1]['val_bpb']:.3f} bits per byte" if val[-1]["val_bpb"] else "") if val else ""
-    axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", color="tab:red", label=f"validation{end}")
-    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", title=title)
-    axes.legend()
-    figure.savefig(png, dpi=100)
-
-
 @torch.inference_mode()
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eot=None, generator=None, cached=True, **context):
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eot=None,
+             generator=None, cached=True, **context):
     """
-    idx (B, T) int64, 1 <= T <= block_size -> yields the next token of every row, (B,) int64, max_new_tokens times; with `eot` only until
-    every row has had it. When the context is full, its last half is read again and opens a new one. A model without new_cache() reads
-    the whole context for every token, and so does any with cached=False. context: what else the model wants to know. ConfigError for a prompt or a setting out of range.
+    idx (B, T) int64, 1 <= T <= block_size -> yields the next token of every row, (B,) int64,
+    max_new_tokens times; with `eot` only until every row has had it. When the context is full, its
+    last half is read again and opens a new one. A model whose new_cache() gives none reads the whole
+    context for every token, and so does any with cached=False. context: what forward() wants beside.
     """
     check_length(model, idx.size(1))
-    if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1:
-        raise ConfigError(f"temperature={temperature}, top_k={top_k}, top_p={top_p}: none may be negative, nor top_p above 1")
-    block_size, cache, start = model.config.block_size, None, 0
-    room = min(block_size, idx.size(1) + max_new_tokens)
+    need(temperature >= 0, f"temperature={temperature}: must not be negative")
+    need(top_k >= 0, f"top_k={top_k}: must not be negative")
+    need(0 <= top_p <= 1, f"top_p={top_p}: must be between 0 and 1")
+    block_size, room = model.config.block_size, idx.size(1) + max_new_tokens
+    cache, start = None, 0
     ended = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
     for _ in range(max_new_tokens):
         if idx.size(1) - start > block_size:
-            cache, start = None, idx.size(1) - max(1, block_size // 2)
-        if cached and hasattr(model, "new_cache"):
-            cache = cache or model.new_cache(len(idx), room)
+            start = idx.size(1) - max(1, block_size // 2)
+            cache = None
+        if cached and cache is None:
+            cache = model.new_cache(len(idx), min(block_size, room))
+        if cache is not None:
             logits, _ = model(idx[:, start + cache.pos:], cache=cache, **context)
         else:
             logits, _ = model(idx[:, start:], **context)
@@ -221,98 +363,63 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
 
 
 def text_pieces(tok, ids):
-    """Token ids as they come -> the text, each character as soon as its UTF-8 bytes are whole (a token may end inside one)."""
+    """Token ids as they come -> the text, each character as soon as its UTF-8 bytes are whole (a
+    token may end inside one)."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for i in ids:       # a vocabulary that was padded for speed has ids that mean nothing
-        yield decoder.decode(EOT.encode() if i == tok.eot else tok.token_bytes(i) if i < tok.vocab_size else b"")
+    for i in ids:
+        if i == tok.eot:
+            yield decoder.decode(EOT.encode())
+        elif i < tok.vocab_size:        # a vocabulary padded for speed has ids that mean nothing
+            yield decoder.decode(tok.token_bytes(i))
     yield decoder.decode(b"", final=True)
 
 
-@torch.inference_mode()
-def score(model, prompts, answers, batch_size=16, **context):
-    """Two lists of lists of token ids -> (N,) float32: the log-probability (nats) of each answer after its prompt, summed over its tokens.
-    context: what else the model wants to know, tensors with a row for each prompt."""
-    device, sums = next(model.parameters()).device, []
-    for first in range(0, len(prompts), batch_size):
-        pairs = list(zip(prompts[first:first + batch_size], answers[first:first + batch_size]))
-        longest = max(len(p) + len(a) for p, a in pairs) - 1
-        check_length(model, longest)
-        idx = torch.zeros(len(pairs), longest, dtype=torch.long)       # padding on the right, where a causal model never looks
-        targets = torch.full_like(idx, -1)
-        for row, (p, a) in enumerate(pairs):
-            idx[row, :len(p) + len(a) - 1] = torch.tensor((p + a)[:-1])
-            targets[row, len(p) - 1:len(p) + len(a) - 1] = torch.tensor(a)
-        rows = {k: v[first:first + batch_size].to(device) for k, v in context.items()}
-        logits, _ = model(idx.to(device), **rows)                      # (B, T, vocab)
-        nats = F.cross_entropy(logits.transpose(1, 2).float(), targets.to(device), ignore_index=-1, reduction="none")
-        sums.append(-nats.sum(1).cpu())
-    return torch.cat(sums)
-
-
-def answer_greedy(model, prompts, max_new_tokens, eot, batch_size=64):
-    """Lists of token ids -> their greedy continuations up to `eot`, without it. Prompts of one length share a batch."""
-    device, answers = next(model.parameters()).device, [None] * len(prompts)
-    for length in {len(p) for p in prompts}:
-        same = [n for n, p in enumerate(prompts) if len(p) == length]
-        for members in (same[i:i + batch_size] for i in range(0, len(same), batch_size)):
-            idx = torch.tensor([prompts[n] for n in members], device=device)
-            rows = torch.stack(list(generate(model, idx, max_new_tokens, temperature=0, eot=eot)), 1).tolist()
-            for n, row in zip(members, rows):
-                answers[n] = list(takewhile(lambda i: i != eot, row))
-    return answers
-
-
-def run_bench(model, device, steps=8):
-    """Medians: ms of the prefill and of each later token, tokens/s over the batch."""
-    print("batch  context  prefill ms | cached: ms/token  tokens/s | not: ms/token  tokens/s")
-    block_size = model.config.block_size
-    for B in (1, 8):
-        for length in sorted({max(1, n) for n in (block_size // 8, block_size // 2, block_size - steps)}):
-            idx, medians = torch.randint(model.config.vocab_size, (B, length), device=device), []
-            for cached in (True, False):
-                times = []
-                for _ in range(4):
-                    stream = generate(model, idx, steps, temperature=0, cached=cached)
-                    for n in range(steps):
-                        start = time.perf_counter()
-                        next(stream)
-                        if idx.device.type != "cpu":
-                            torch.accelerator.synchronize()
-                        times.append((n, 1000 * (time.perf_counter() - start)))
-                times = times[steps:]       # the first round warms up
-                medians += [median(t for n, t in times if n == 0), median(t for n, t in times if n > 0)]
-            prefill, decode, _, again = medians
-            print(f"{B:5d}  {length:7d}  {prefill:10.1f} | {decode:16.2f} {1000 * B / decode:9.0f} | {again:13.2f} {1000 * B / again:9.0f}")
-    for line in model.load_times() if hasattr(model, "load_times") else ():
-        print(line)
-    if not hasattr(model, "new_cache"):
-        print("the model has no new_cache(): both columns read the whole context for every token")
+def write_samples(model, tok, c, context):
+    idx = torch.tensor([[tok.eot] + tok.encode(c.prompt)], device=c.device)
+    generator = torch.Generator(c.device).manual_seed(c.seed)
+    for n in range(c.num_samples):
+        tokens = generate(model, idx, c.max_new_tokens, c.temperature, c.top_k, c.top_p,
+                          generator=generator, **context)
+        ids = (token.item() for token in tokens)
+        if c.stop_at_eot:
+            ids = takewhile(lambda i: i != tok.eot, ids)
+        if n:
+            print("---------------")
+        print(c.prompt, end="", flush=True)
+        for piece in text_pieces(tok, ids):
+            print(piece, end="", flush=True)
+        print()
 
 
 # ----------------------------------------------------------------------------- inspecting
 
 def word_tokens(tok, ids, word=""):
-    """Positions of the tokens that hold a byte of the last place where `word` (in any case; "" is any word) stands by itself."""
+    """Positions of the tokens that hold a byte of the last place where `word` (in any case; "" is
+    any word) stands by itself."""
     pieces = [tok.token_bytes(i) for i in ids]
     letter = rb"[\w\x80-\xff]"
-    pattern = rb"(?<!%b)%b(?!%b)" % (letter, re.escape(word.encode()) or letter + b"+", letter)
+    wanted = re.escape(word.encode()) or letter + b"+"
+    pattern = rb"(?<!%b)%b(?!%b)" % (letter, wanted, letter)
     found = list(re.finditer(pattern, b"".join(pieces), re.IGNORECASE))
-    if not found:
-        raise ConfigError(f"there is no {word!r} in the prompt" if word else "there is no word in the prompt")
+    need(found, f"there is no {word!r} in the prompt" if word else "there is no word in the prompt")
+    first, last = found[-1].span()
     ends = list(accumulate(map(len, pieces)))
-    return [n for n, end in enumerate(ends) if end > found[-1].start() and end - len(pieces[n]) < found[-1].end()]
+    starts = [0, *ends]
+    return [n for n, end in enumerate(ends) if end > first and starts[n] < last]
 
 
 @torch.inference_mode()
 def look(model, tok, text, word=""):
     """
-    What model.inspect() returns for a text, {name: (grid (rows, columns), axes, gate_v)}: the mean over the tokens of a word and, where
-    more than two axes are left, over heads. gate_v: 1 where column 0 is no slot but the gate on V itself, else 0.
+    What model.inspect() returns for a text, {name: (grid (rows, columns), axes, gate_v)}: the mean
+    over the tokens of a word and, where more than two axes are left, over heads. gate_v: 1 where
+    column 0 is no slot but the gate on V itself, else 0.
     """
     ids, seen = [tok.eot] + tok.encode(text), {}
     check_length(model, len(ids))
     tokens = torch.tensor(word_tokens(tok, ids, word))
-    for name, (tensor, axes) in model.inspect(torch.tensor([ids], device=next(model.parameters()).device)).items():
+    device = next(model.parameters()).device
+    for name, (tensor, axes) in model.inspect(torch.tensor([ids], device=device)).items():
         grid, axes = tensor.float().cpu(), list(axes)
         if "token" in axes:
             grid = grid.index_select(axes.index("token"), tokens).mean(axes.index("token"))
@@ -320,149 +427,109 @@ def look(model, tok, text, word=""):
         if len(axes) > 2 and "head" in axes:
             grid = grid.mean(axes.index("head"))
             axes.remove("head")
-        if len(axes) > 2:
-            raise ConfigError(f"inspect() returns {name!r} over {tuple(axes)}: a picture has two axes")
+        need(len(axes) <= 2, f"inspect() returns {name!r} over {axes}: a picture has two axes")
         gate_v = int(name == "gates" and bool(getattr(model.config, "gate_v", False)))
         seen[name] = torch.atleast_2d(grid), ["", "", *axes][-2:], gate_v
-    if not seen:
-        raise ConfigError("this model has nothing to inspect: is it the baseline without memory?")
+    need(seen, "this model has nothing to inspect: is it the baseline without memory?")
     return seen
 
 
 def colours(name, grids):
-    """(map, low, high); gates are 2 * sigmoid, so they go from 0 to 2, and 1, in white, changes nothing."""
-    return ("RdBu_r", 0, 2) if name == "gates" else ("viridis", min(g.min().item() for g in grids), max(g.max().item() for g in grids))
+    """(map, low, high) for imshow. Gates are 2 * sigmoid: 1, in white, changes nothing."""
+    if name == "gates":
+        return "RdBu_r", 0, 2
+    return "viridis", min(g.min().item() for g in grids), max(g.max().item() for g in grids)
 
 
 def draw(path, panels, axes, gate_v):
-    """panels: rows of (title, grid, colours) -> a PNG. gate_v: column 0 is the gate on V itself, a line sets it apart."""
+    """panels: rows of (title, grid, colours) -> a PNG. gate_v: a line sets column 0 apart."""
     from matplotlib.figure import Figure
-    fig = Figure(figsize=(1.5 + 2.5 * len(panels[0]), 0.5 + 2.5 * len(panels)), layout="constrained")
-    plots, images = fig.subplots(len(panels), len(panels[0]), squeeze=False), {}
-    for plot, (title, grid, (cmap, low, high)) in zip(plots.flat, (panel for row in panels for panel in row)):
+    high, wide = len(panels), len(panels[0])
+    fig = Figure(figsize=(1.5 + 2.5 * wide, 0.5 + 2.5 * high), layout="constrained")
+    plots = fig.subplots(high, wide, squeeze=False)
+    images = {}                 # colour map -> its first image and its plots: they share a scale
+    for plot, (title, grid, (cmap, low, top)) in zip(plots.flat, sum(panels, [])):
         rows, columns = grid.shape
-        image = plot.imshow(grid.numpy(), cmap=cmap, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
-        images.setdefault(cmap, (image, set()))[1].add(plot)
-        plot.set(title=title, xticks=range(0, columns, max(1, columns // 8)), yticks=range(0, rows, max(1, rows // 8)))
+        image = plot.imshow(grid.numpy(), cmap=cmap, vmin=low, vmax=top, aspect="auto",
+                            interpolation="nearest")
+        images.setdefault(cmap, (image, []))[1].append(plot)
+        plot.set(title=title, xticks=range(0, columns, max(1, columns // 8)),
+                 yticks=range(0, rows, max(1, rows // 8)))
         if gate_v:
             plot.axvline(0.5, color="black", linewidth=3)
-    fig.supxlabel(axes[1] + ", 0: the gate on V itself" * gate_v)
+    fig.supxlabel(f"{axes[1]}, 0: the gate on V itself" if gate_v else axes[1])
     fig.supylabel(axes[0])
-    for image, of in images.values():
-        fig.colorbar(image, ax=list(of))
+    for image, shown in images.values():
+        fig.colorbar(image, ax=shown)
     fig.savefig(path, dpi=120)
     print(f"wrote {path}")
 
 
 def print_grid(title, grid, axes):
-    """Nine columns to a line, so that it fits a terminal; at most five lines of them, the picture has all."""
+    """Nine columns to a line, which fits a terminal, and at most 45: the picture has all."""
     print(f"{title}: {axes[0]} by {axes[1]}")
     for first in range(0, min(grid.size(1), 45), 9):
         columns = range(first, min(grid.size(1), first + 9))
         print(" " * 6 + "".join(f" {n:7d}" for n in columns))
         for n, row in enumerate(grid[:, columns].tolist()):
-            print(f"{n:6d}" + "".join(f" {v:7.3g}" for v in row))
+            print(f"{n:6d}" + "".join(f" {value:7.3g}" for value in row))
 
 
 def inspect_prompt(model, tok, text, words, folder):
-    """A table for each word, and for each tensor of inspect() a picture with a panel for each word."""
-    seen = [look(model, tok, text, word) for word in words]
-    for name, (_, axes, gate_v) in seen[0].items():
-        grids = {word or "last word": s[name][0] for word, s in zip(words, seen)}
-        for word, grid in grids.items():
-            print_grid(f"{name}, {word}", grid, axes)
+    """A table for each word, and for each tensor of inspect() a picture with a panel a word."""
+    seen = {word or "last word": look(model, tok, text, word) for word in words}
+    for name, (_, axes, gate_v) in next(iter(seen.values())).items():
+        grids = {f"{name}, {word}": found[name][0] for word, found in seen.items()}
+        for title, grid in grids.items():
+            print_grid(title, grid, axes)
         palette = colours(name, grids.values())
-        draw(folder / f"inspect_{name}.png", [[(f"{name}, {word}", grid, palette) for word, grid in grids.items()]], axes, gate_v)
-
-
-def inspect_word(model, tok, word, folder):
-    """MoVE's Appendix B: texts A1 and A2 share a sense of the word, B1 has another. Is |A1-B1| above |A1-A2|, and at which length?"""
-    texts = json.loads((Path(__file__).parent / "experiments" / "words.json").read_text())
-    if word not in texts:
-        raise ConfigError(f"experiments/words.json has no texts for {word!r}, only for {', '.join(texts)}; other texts: --prompt=")
-    seen = {length: [look(model, tok, text, word) for text in three] for length, three in texts[word].items()}
-    for name, (_, axes, gate_v) in seen["short"][0].items():
-        grids = {length: [s[name][0] for s in three] for length, three in seen.items()}
-        apart = {length: [(a1 - a2).abs(), (a1 - b1).abs()] for length, (a1, a2, b1) in grids.items()}
-        largest = max(d[:, gate_v:].max().item() for two in apart.values() for d in two) or 1.0      # of the slots, as in the paper
-        palette, panels = colours(name, sum(grids.values(), [])), []
-        print(f"{name} at {word!r}: mean difference, in parts of the largest ({largest:.3g})")
-        print("  length   |A1-A2| same sense   |A1-B1| other sense")
-        for length in grids:
-            same, other = (d / largest for d in apart[length])
-            means = same[:, gate_v:].mean(), other[:, gate_v:].mean()
-            print(f"  {length:7s}{means[0]:21.4f}{means[1]:22.4f}")
-            panels.append([(f"{length} {text}", grid, palette) for text, grid in zip(("A1", "A2", "B1"), grids[length])]
-                          + [(f"|A1-A2| mean {means[0]:.4f}", same, ("Reds", 0, 1)), (f"|A1-B1| mean {means[1]:.4f}", other, ("Reds", 0, 1))])
-        draw(folder / f"inspect_{name}_{word}.png", panels, axes, gate_v)
+        panels = [[(title, grid, palette) for title, grid in grids.items()]]
+        draw(folder / f"inspect_{name}.png", panels, axes, gate_v)
 
 
 # ----------------------------------------------------------------------------- the command
 
-def write_samples(model, tok, text, c, context):
-    idx = torch.tensor([[tok.eot] + tok.encode(text)], device=c.device)
-    generator = torch.Generator(c.device).manual_seed(c.seed)
-    for n in range(c.num_samples):
-        tokens = generate(model, idx, c.max_new_tokens, c.temperature, c.top_k, c.top_p, generator=generator, **context)
-        ids = takewhile(lambda i: i != tok.eot or not c.stop_at_eot, (token.item() for token in tokens))
-        print("---------------\n" * (n > 0) + text, end="", flush=True)
-        for piece in text_pieces(tok, ids):
-            print(piece, end="", flush=True)
-        print()
-
-
 def main(argv):
     if {"-h", "--help"} & set(argv):
         return print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
-    overrides, positionals = configure(argv, _defaults)
-    c = SimpleNamespace(**_defaults | overrides)
-    if positionals:
-        raise ConfigError(f"what is {positionals[0]!r}? A checkpoint is given as --out_dir={positionals[0]}, a text as --prompt=")
-    if c.num_samples < 1 or c.max_new_tokens < 1:
-        raise ConfigError(f"num_samples={c.num_samples}, max_new_tokens={c.max_new_tokens}: both must be at least 1")
-    if c.words and not c.inspect or c.inspect and not (c.words or c.prompt):
-        raise ConfigError("--inspect=True goes with a text, --prompt=..., or with a word of experiments/words.json, --words=bank")
-    if c.dtype not in ("", "float32", "bfloat16"):
-        raise ConfigError(f"dtype={c.dtype}: float32 or bfloat16")
-    path = c.out_dir or max(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime, default="out/*/ckpt.pt")
-    c.device = c.device or (torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu")
-    try:
-        kind = torch.empty(1, device=c.device).device.type
-    except (RuntimeError, AssertionError) as e:
-        raise ConfigError(f"device={c.device}: {str(e).splitlines()[0]}") from None
-    half = c.dtype == "bfloat16" or not c.dtype and kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    overrides, others = configure(argv, _defaults)
+    c = SimpleNamespace(**{**_defaults, **overrides})
+    need(not others, f"what is {others[:1]}? A checkpoint is given as --out_dir=, a text as --prompt=")
+    for key in ("num_samples", "max_new_tokens"):
+        need(getattr(c, key) >= 1, f"{key}={getattr(c, key)}: must be at least 1")
+    need(0 <= c.seed < 2 ** 63, f"seed={c.seed}: must be from 0 to 2^63 - 1")
+    need(c.dtype in ("", "float32", "bfloat16"), f"dtype={c.dtype}: float32 or bfloat16")
+    need(c.inspect or not c.words, "--words=... goes with --inspect=True")
+    need(c.prompt or not c.inspect, "--inspect=True goes with a text, --prompt=... (MoVE's Appendix B: "
+         "python experiments/analysis.py words)")
+    c.device = pick_device(c.device)
+    kind = c.device.split(":")[0]
+    if kind == "cuda":
+        torch.cuda.set_device(c.device)
+    half = c.dtype == "bfloat16"
+    if not c.dtype and kind == "cuda":
+        half = torch.cuda.is_bf16_supported(including_emulation=False)
+    runs = sorted(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime)
+    path = c.out_dir or (runs[-1] if runs else "out/*/ckpt.pt")
     model, tok, ckpt = load_model(path, c.device)
-    print(f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}, {c.device} {'bfloat16' if half else 'float32'}", file=sys.stderr)
-    text = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n") if c.prompt == "-" else c.prompt
+    print(f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}, {c.device}, "
+          f"{'bfloat16' if half else 'float32'}", file=sys.stderr)
+    if c.prompt == "-":
+        c.prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    context = {}
-    if hasattr(model, "prompt_context"):
-        try:
-            context, note = model.prompt_context(text, (folder, ckpt["data"]["folder"]), c.leaf, c.block, c.embedder_path)
-        except ValueError as e:
-            raise ConfigError(str(e)) from None
-        context = {k: v.to(c.device) if torch.is_tensor(v) else v for k, v in context.items()}
+    places = (folder, ckpt["data"]["folder"])
+    context, note = model.prompt_context(c.prompt, places, c.leaf, c.block, c.embedder_path)
+    for key, value in context.items():
+        if torch.is_tensor(value):
+            context[key] = value.to(c.device)
+    if note:
         print(note, file=sys.stderr)
-    elif c.leaf or c.block:
-        raise ConfigError(f"leaf={c.leaf}, block={c.block}: model_{ckpt['config']['model']}.py has no memories to choose from")
     with torch.autocast(kind, torch.bfloat16, enabled=half):
-        if c.bench:
-            run_bench(model, c.device)
-        elif c.inspect and not hasattr(model, "inspect"):
-            raise ConfigError(f"model_{ckpt['config']['model']}.py has no inspect()")
-        elif c.inspect and c.prompt:
-            inspect_prompt(model, tok, text, c.words.split(","), folder)
-        elif c.inspect:
-            for word in c.words.split(","):
-                inspect_word(model, tok, word, folder)
+        if c.inspect:
+            inspect_prompt(model, tok, c.prompt, c.words.split(","), folder)
         else:
-            write_samples(model, tok, text, c, context)
+            write_samples(model, tok, c, context)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as e:
-        sys.exit(f"sample.py: {e}")
-    except KeyboardInterrupt:
-        sys.exit("")
+    main(sys.argv[1:])

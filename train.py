@@ -23,7 +23,7 @@ import torch.distributed as dist
 import prepare_fineweb
 from kernels import LazyAdam, RowAdamW, average_sparse, clip_grads, keep_coalesced, peak_memory, tune_cpu, usage
 from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta, load_token_bytes, need
-from sample import build_model_config, data_fields, generate, load_start, plot_losses, write_checkpoint
+from sample import generate, load_checkpoint, write_checkpoint
 
 # ---------------------------------------------------------------- configuration: value on cpu | cuda where two; -1 and "" are automatic
 model = "move"                  # which file: model_<name>.py; `cp model_move.py model_mine.py` makes --model=mine
@@ -73,6 +73,69 @@ defaults = {k: v for k, v in globals().items() if not k.startswith("_") and type
 root = Path(__file__).resolve().parent
 world, rank, local_rank = (int(os.environ.get(k, v)) for k, v in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
 master = rank == 0
+
+
+def build_model_config(c, module, overrides):
+    """The model's Config from a preset or the depth dial, DENSE and the fields that were given."""
+    dense, presets = getattr(module, "DENSE", {}) if c["dense"] else {}, getattr(module, "PRESETS", {})
+    for key in dense.keys() & overrides.keys():
+        raise ConfigError(f"dense and {key}: dense=True sets {key}={dense[key]}; give one of them")
+    fields = {"block_size": c["block_size"], **dense, **overrides}
+    if not c["preset"]:
+        return module.Config.from_depth(c["depth"], **fields)
+    need(c["preset"] in presets, f"preset={c['preset']}: model_{c['model']}.py has {', '.join(presets) or 'none'}")
+    return module.Config(**{**presets[c["preset"]], **fields})
+
+
+
+def data_fields(meta, module):
+    """What a data folder's meta.json says of the model: fields of its Config, such as the tree of clusters."""
+    return {k: meta[k] for k in meta.keys() & module.Config.__dataclass_fields__.keys() - {"vocab_size", "block_size"}}
+
+
+
+def load_start(config, given, overrides, module):
+    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults; on a start the context may
+    change. A model file with start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
+    resume, source, out = config["init_from"] == "resume", Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
+    if config["init_from"] == "scratch":
+        return None
+    need(resume or out not in (source, source.parent), f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
+    own = not resume and hasattr(module, "start")
+    ckpt = None if own and source.is_dir() and not (source / "ckpt.pt").exists() else load_checkpoint(config["out_dir"] if resume else config["init_from"])
+    if own:
+        known = data_fields(load_meta(find_dataset(config["dataset"])), module)
+        ckpt = module.start(config["init_from"], ckpt, {**known, **overrides, **{k: given[k] for k in ("block_size",) if k in given}})
+        config["block_size"] = ckpt["model_config"]["block_size"]
+        return ckpt
+    fixed = {"model", "preset", "depth", "dense", *overrides} | ({"block_size", "seed", "batch_tokens", "optimizer"} if resume else set())
+    saved = {**ckpt["config"], **ckpt["model_config"]}
+    for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
+        raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
+    if not resume:                                             # tasks have rows of their own length
+        window = load_meta(find_dataset(config["dataset"])).get("block_size", -1) if config["dataset"] else -1
+        saved["block_size"] = next(n for n in (given.get("block_size", -1), window, saved["block_size"]) if n != -1)
+        ckpt["model_config"]["block_size"] = saved["block_size"]
+    keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
+    config |= {k: v for k, v in keep.items() if k in config and k not in given and k not in ("out_dir", "init_from", "device")}
+    return ckpt
+
+
+
+def plot_losses(log, png, title):
+    """The loss curves of a log.jsonl that train.py wrote, as a picture."""
+    from matplotlib.figure import Figure
+    rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    train, val = [r for r in rows if "loss" in r], [r for r in rows if "val_loss" in r]
+    axes.plot([r["step"] for r in train], [r["loss"] for r in train], color="tab:blue", alpha=0.6, lw=1, label="training batches")
+    end = f": {val[-1]['val_loss']:.3f} nats" + (f", {val[-1]['val_bpb']:.3f} bits per byte" if val[-1]["val_bpb"] else "") if val else ""
+    axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", color="tab:red", label=f"validation{end}")
+    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", title=title)
+    axes.legend()
+    figure.savefig(png, dpi=100)
+
 
 
 def read_config(argv):
