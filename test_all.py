@@ -3146,7 +3146,7 @@ def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
 
 
 def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
-    config = model_hiermem.Config(**SIZE, **TREE, bank_device="cpu")
+    config = model_hiermem.Config(**{**SIZE, **TREE, "bank_device": "cpu"})
     with torch.device("meta"):
         model = model_hiermem.Model(config)
     assert model.bank["1"].table.is_meta, "no memory before it is needed"

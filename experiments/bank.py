@@ -26,6 +26,7 @@ read: the bytes of the checkpoint that one prompt brings into memory. The file i
 system reads the pages that are used and their neighbours.
 """
 import json
+import math
 import os
 import re
 import shutil
@@ -56,6 +57,7 @@ _defaults = {k: v for k, v in globals().items() if isinstance(v, (bool, str)) an
 
 def split(dataset):
     """A data folder for each subtree of level 1, with the sequences of its leaves."""
+    need(dataset, "no --dataset= to split")
     folder = find_dataset(dataset)
     meta = load_meta(folder)
     need("clusters" in meta, f"{folder} has no tree: prepare_fineweb.py --clusters= makes one")
@@ -63,6 +65,7 @@ def split(dataset):
     targets = [folder.with_name(f"{folder.name}-subtree{i}") for i in range(factors[0])]
     for target in targets:
         need(not target.exists(), f"{target} is there already: remove it first")
+    below = math.prod(factors[1:])                             # leaves under a node of level 1
     for subtree, target in enumerate(targets):
         partial = target.with_name(target.name + ".partial")             # until it is whole
         shutil.rmtree(partial, ignore_errors=True)
@@ -70,8 +73,8 @@ def split(dataset):
         tokens = {"train": 0, "val": 0}
         for path in sorted(folder.glob("*.bin")):
             leaf = np.fromfile(path.with_suffix(".leaf"), np.int32)
-            wanted = leaf // (int(np.prod(factors)) // factors[0]) == subtree
-            tokens[path.name.split("_")[0]] += split_shard(path, partial, wanted)
+            part = path.name.split("_")[0]
+            tokens[part] += split_shard(path, partial, leaf // below == subtree)
         for name in ("tokenizer.json", "token_bytes.npy", "retriever.npz"):
             if (folder / name).exists():
                 shutil.copy(folder / name, partial)
@@ -102,9 +105,17 @@ def split_shard(path, folder, wanted):
     return tokens.size
 
 
+def load(folder):
+    """A checkpoint that has a bank."""
+    ckpt = sample.load_checkpoint(folder)
+    has_bank = any(re.match("bank.*table", key) for key in ckpt["model"])
+    need(has_bank and "clusters" in ckpt["model_config"], f"{folder} has no bank of topics")
+    return ckpt
+
+
 def blocks_of(ckpt):
     """{level: {"table", "steps", "exp_avg", "exp_avg_sq"}}: what a checkpoint has of the nodes of
-    every level, a row each, the last one generic. Without moments where no batch fetched from it."""
+    every level, a row each, the last one generic. Only the table where nothing was trained."""
     optimizer = ckpt["optimizers"][-1]["state"]                # RowAdamW is the last optimizer
     keys = [key for key in ckpt["model"] if key.startswith("bank.")]
     blocks = {}
@@ -120,32 +131,36 @@ def merge(jobs, out_dir, overwrite=False):
     target = out / "ckpt.pt"
     need(overwrite or not target.exists(),
          f"{target} is there already: another --out_dir, or --overwrite=True to replace it")
-    ckpts = {folder: sample.load_checkpoint(folder) for folder in jobs}
+    ckpts = {folder: load(folder) for folder in jobs}
     generic = [folder for folder in jobs if ckpts[folder]["model_config"].get("generic") == 1]
     need(len(generic) == 1, f"{len(generic)} of the jobs have --generic=1: exactly one must")
     merged = ckpts.pop(generic[0])
     config = Config(**{**merged["model_config"], "generic": -1})
     blocks = blocks_of(merged)
-    trained = {level: rows["steps"] > 0 for level, rows in blocks.items()}           # (n_l + 1,)
+    trained = {}                                               # {level: (n_l + 1,) bool}
+    for level, rows in blocks.items():
+        need("steps" in rows, f"{generic[0]} has trained no block of level {level}")
+        trained[level] = rows["steps"] > 0
     for folder, ckpt in ckpts.items():
-        need({**ckpt["model_config"], "generic": -1} == vars(config),
-             f"{folder} has another model or tree than {generic[0]}")
+        fields = {**ckpt["model_config"], "generic": -1}
+        need(fields == vars(config), f"{folder} has another model or tree than {generic[0]}")
         for key, tensor in ckpt["model"].items():
             same = key.startswith("bank.") or torch.equal(tensor, merged["model"][key])
             need(same, f"{folder} started from another anchor than {generic[0]}")
         for level, theirs in blocks_of(ckpt).items():
-            if "steps" in theirs:
-                moved = theirs["steps"] > 0
-                need(not (moved & trained[level]).any(),
-                     f"{folder} has trained blocks of level {level} that another job has, too: give "
-                     "each job a subtree, and --generic=0")
-                for name, rows in blocks[level].items():
-                    rows[moved] = theirs[name][moved]
-                trained[level] |= moved
+            if "steps" not in theirs:
+                continue
+            moved = theirs["steps"] > 0
+            twice = moved & trained[level]
+            need(not twice.any(), f"{folder} has trained blocks of level {level} that another job "
+                 "has, too: give each job a subtree of its own, and --generic=0")
+            for name, rows in blocks[level].items():
+                rows[moved] = theirs[name][moved]
+            trained[level] |= moved
     for rows in trained.values():
-        missing = ~rows[:-1].view(config.factors[0], -1).any(1)          # subtrees of level 1
-        numbers = ", ".join(map(str, missing.nonzero()[:, 0].tolist()))
-        need(not missing.any(), f"no job has trained the subtrees {numbers}")
+        by_subtree = rows[:-1].view(config.factors[0], -1).any(1)
+        missing = (~by_subtree).nonzero()[:, 0].tolist()
+        need(not missing, f"no job has trained the subtrees {', '.join(map(str, missing))}")
     out.mkdir(parents=True, exist_ok=True)
     with lock(out):
         merged["model_config"] = dict(vars(config))
@@ -162,10 +177,10 @@ def remove(out_dir, nodes):
     need(nodes, "no --nodes=level:node,... to remove")
     folder = Path(out_dir)
     with lock(folder):
-        ckpt = sample.load_checkpoint(folder)
+        ckpt = load(folder)
         config = Config(**ckpt["model_config"])
-        need(config.sparse_memory, f"{folder} was trained with sparse_memory=False: AdamW's moments "
-             "would move what is removed when training goes on")
+        need(config.sparse_memory, f"{folder} was trained with sparse_memory=False: AdamW's "
+             "moments would move what is removed when training goes on")
         blocks, pairs = blocks_of(ckpt), parse_nodes(config, nodes)
         for level, node in pairs:
             need(level in blocks and node != "best", f"nodes={nodes}: {folder} has no such block")
@@ -199,8 +214,8 @@ def read(out_dir, prompt, embedder_path=""):
     """Bytes of the checkpoint in memory: after loading, after the anchor alone has read the prompt,
     and after the anchor with the prompt's blocks has."""
     path = Path(out_dir, "ckpt.pt")
+    load(out_dir)
     model, tokenizer, ckpt = sample.load_model(out_dir, "cpu")
-    need(model.config.kind is not None, f"{path} has no bank")
     folders = [out_dir, ckpt["data"]["folder"]]
     context, line = model.prompt_context(prompt, folders, embedder_path=embedder_path)
     ids = torch.tensor([[ckpt["data"]["eot"], *tokenizer.encode(prompt)]])

@@ -90,6 +90,7 @@ def test_merge_refuses_what_does_not_belong_together_and_to_replace_a_checkpoint
         ("job0 job1 spoilt generic", {}, "spoilt has trained blocks of level 1 that another job"),
         ("job0 spoilt generic", {"model": anchor}, "spoilt started from another anchor"),
         ("job0 spoilt generic", {"model_config": tree}, "spoilt has another model or tree"),
+        ("anchor generic", {}, "anchor has no bank of topics"),
     ):
         torch.save({**job, **changes}, tmp_path / "spoilt" / "ckpt.pt")
         with pytest.raises(ValueError, match=message):
