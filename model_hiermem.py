@@ -440,11 +440,12 @@ class Model(nn.Module):
     def init_weights(self):
         """OpenLM's: normal, cut at three standard deviations.
 
-            matrices               1/sqrt(their input's width)
-            W_O                    1/sqrt(d),   over sqrt(2(l+1)): what writes to the residual
-            down                   1/sqrt(d_f), over sqrt(2(l+1))  stream gets smaller with depth
-            embedding and head     1/sqrt(d)
+            embedding, head, W_Q, W_K, W_V, gate, up    1/sqrt(d)
+            W_O                                         1/sqrt(d) / sqrt(2(l+1))
+            down                                        1/sqrt(d_f) / sqrt(2(l+1))
             norms 1, biases 0, blocks of the bank as their kind says
+
+        What writes to the residual stream starts smaller in deeper layers (l from 0).
         """
         d, d_f = self.config.n_embd, self.config.n_inner
         for name, p in self.named_parameters():
@@ -464,8 +465,8 @@ class Model(nn.Module):
             else:
                 init_normal(p, d ** -0.5, generator)
 
-    @torch.compiler.disable                                    # how many blocks are distinct
-    def fetch(self, leaf, B):                                  # depends on the data
+    @torch.compiler.disable     # how many blocks are distinct depends on the data: a graph break
+    def fetch(self, leaf, B):
         """R(x; W) of B sequences (eq. 2.2): leaf (B,) int64, or one for all
         -> {layer: (B, R, width)}, nothing for leaf=None."""
         if leaf is None or not self.bank:
@@ -537,8 +538,9 @@ class Model(nn.Module):
     def prompt_context(self, text, folders, leaf="", block="", embedder_path=""):
         """What sample.py's prompt fetches -> (context, a line that says so).
 
-        leaf: generic | none | a leaf's number | "", the prompt's path in the tree of
-        retriever.npz, which lies in one of the folders. block: nodes that may not be entered."""
+        leaf: generic | none | a leaf's number | "": the prompt's path in the tree of
+        retriever.npz, which lies in one of the folders. block: nodes that may not be entered,
+        level:node,... or best:level; then the next nearest sibling is (Figure 6b)."""
         config = self.config
         blocked = parse_nodes(config, block)
         if not self.bank or leaf == "none":
