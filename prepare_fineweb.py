@@ -15,10 +15,10 @@ Held-out documents are chosen by the sha256 of their text, so that a text is on 
 every run; where files whose names start with "val" lie beside others, they are the held-out ones.
 
 --clusters=8,8 cuts the documents into windows of --window=512 tokens, fits a tree to those of train
-(8 nodes, then 8 in each), and packs the windows of one leaf into sequences of block_size + 1 tokens,
-for model_hiermem.py. A sequence is a training window of its own, a .leaf file beside the shard has
-its leaf (int32), .mask has 0 at padding and at the eot before a document's later windows, and
-retriever.npz is the tree. The corpus is held in memory for this. See experiments/topics.py.
+(8 nodes, then 8 in each), and packs the windows of one leaf into sequences of block_size + 1
+tokens, for model_hiermem.py. A sequence is a training window of its own, a .leaf file beside the
+shard has its leaf (int32), .mask has 0 at padding and at the eot before a document's later windows,
+and retriever.npz is the tree. The corpus is held in memory for this. See experiments/topics.py.
 
 A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32:
 magic 20240520, version 1, token count; then uint16. Vocabularies over 65,536: magic 20240801,
@@ -58,16 +58,16 @@ from types import SimpleNamespace
 import numpy as np
 
 # ------------------------------------------------------------------ settings: --key=value
-source = "fineweb_edu"   # fineweb_edu | pydocs | a .txt .jsonl (.gz .xz) .parquet, or a folder of them
-tokenizer = ""           # gpt2 | bpe, trained here | bytes | a tokenizer.json; "": gpt2, pydocs: bpe
+source = "fineweb_edu"   # fineweb_edu | pydocs | a .txt, .jsonl (.gz, .xz), .parquet, or a folder
+tokenizer = ""           # gpt2 | bpe, trained here | bytes | a tokenizer.json; "": gpt2 or bpe
 vocab_size = -1          # of bpe; -1: 65536, 4096 for pydocs
 max_tokens = -1          # stop after so many training tokens; -1: take all
 val_fraction = -1.0      # held-out documents; -1: pydocs 0.05, fineweb_edu 0.005, else 0.01 or more
-block_size = 0           # N: each document is a training window of its own; 0: they follow each other
+block_size = 0           # N: each document is a training window of its own; 0: one after the other
 shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
 text_field = "text"      # name of the field that holds a record's text
 topic_field = "topic"    # and of one with its topic, if there is one: clusters are compared with it
-clusters = ""            # 8,8: a tree over the text; sequences of block_size + 1 tokens (257) of a leaf
+clusters = ""            # 8,8: a tree over the text; sequences of block_size + 1 (257) of one leaf
 window = 512             # tokens of a document that are clustered as one
 embedder = "hash"        # of windows: hash (words, nothing to download) | minilm (all-MiniLM-L6-v2)
 embedder_path = ""       # its folder, where it is not installed
@@ -113,7 +113,7 @@ def need(condition, message):
         raise ConfigError(message)
 
 
-# What goes wrong on sound code, by the names of the exceptions' classes: torch is not imported here.
+# What goes wrong on sound code, by class names, so that torch need not be imported.
 EXPECTED = {
     "ValueError", "OSError", "ImportError", "MemoryError", "OutOfMemoryError", "EOFError",
     "SyntaxError", "UnpicklingError", "BadZipFile",
@@ -133,12 +133,12 @@ WHAT_TO_DO = {
 def guard(program):
     """
     From here on an expected failure of this program ends in one line that says what to do and in
-    exit code 1, Ctrl-C and a reader that has gone away (`| head`) in no line at all. NANOMEM_DEBUG=1
-    shows the traceback of everything. Programs call this first; imported code never does.
+    exit code 1, Ctrl-C and a reader that has gone away (`| head`) in no line at all.
+    NANOMEM_DEBUG=1 shows the traceback of everything. Only programs call this, and first of all.
     """
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.reconfigure(errors="replace")     # what an ASCII terminal cannot show becomes "?"
+            stream.reconfigure(errors="replace")     # "?" for what an ASCII terminal cannot show
 
     def report(kind, error, traceback):
         if issubclass(kind, KeyboardInterrupt):
@@ -272,7 +272,7 @@ def parse_value(text, kind):
 
 
 def help_text(source: str, namespace: dict) -> str:
-    """A line per key in the order of the source, with the comment behind `key[: type] = default`."""
+    """A line per key in the source's order, with the comment behind `key[: type] = default`."""
     lines = {}
     assignment = r"^ *(\w+) *(?::[^=#\n]+)?=[^#\n]*(?:# *(.*))?$"
     for key, comment in re.findall(assignment, source, re.MULTILINE):
@@ -319,7 +319,7 @@ class GPT2Tokenizer(BytesTokenizer):
 
 
 class JSONTokenizer(BytesTokenizer):
-    """Any tokenizer.json, by `tokenizers`. A special token that a text spells is plain text to it."""
+    """Any tokenizer.json, by `tokenizers`. A special token that a text spells is plain text."""
 
     def __init__(self, path, name=""):
         from tokenizers import Tokenizer, decoders
@@ -342,7 +342,7 @@ class JSONTokenizer(BytesTokenizer):
         self.added = {}
         for i, token in self.tokenizer.get_added_tokens_decoder().items():
             self.added[i] = b"" if token.special else token.content.encode()
-        # ByteLevel leaves these bytes as they are, and the others are the characters from U+0100 on.
+        # ByteLevel leaves these bytes as they are; the others are the characters from U+0100 on.
         self.byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
         plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [b for b in range(256) if b not in plain]
@@ -383,7 +383,9 @@ def get_tokenizer(name) -> BytesTokenizer:
     if os.path.isdir(name):
         meta = load_meta(name)
         file = Path(name) / "tokenizer.json"
-        return JSONTokenizer(file, meta["tokenizer"]) if file.exists() else get_tokenizer(meta["tokenizer"])
+        if file.exists():
+            return JSONTokenizer(file, meta["tokenizer"])
+        return get_tokenizer(meta["tokenizer"])
     need(os.path.isfile(name), f"unknown tokenizer {name!r}: gpt2, bpe (when preparing), bytes, or "
                                "the path of a tokenizer.json")
     return JSONTokenizer(name)
@@ -443,11 +445,9 @@ def _has_hash(path, sha256):
 
 # ------------------------------------------------------------------ reading a data folder
 
-META_TYPES = dict(
-    tokenizer=str, vocab_size=int, eot=int, data_id=str,     # always there
-    documents=dict, bytes=dict, tokens=dict, settings=dict, task=dict,
-    block_size=int, clusters=str, window=int, embedder=str, retriever=str,
-)
+META_TYPES = dict(tokenizer=str, vocab_size=int, eot=int, data_id=str, tokens=dict, settings=dict,
+                  block_size=int, clusters=str, retriever=str, task=dict)
+META_DEFAULTS = dict(tokens={}, settings={}, block_size=1, clusters="2", retriever="", task={})
 
 
 def load_meta(folder) -> dict:
@@ -464,19 +464,16 @@ def load_meta(folder) -> dict:
     if not file.exists():
         return _meta_of_shards(folder)
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        meta = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} cannot be used ({error}): prepare the folder again") from None
-    need(isinstance(meta, dict), f"{file} cannot be used: it holds no object")
     for key, kind in META_TYPES.items():
-        if key in meta or key in ("tokenizer", "vocab_size", "eot", "data_id"):
-            value = meta.get(key)
-            need(type(value) is kind, f"{file} cannot be used: {key} must be of type "
-                                      f"{kind.__name__}, not {value!r}; prepare the folder again")
+        value = meta.get(key, META_DEFAULTS.get(key))
+        need(type(value) is kind, f"{file} cannot be used: {key} must be of type {kind.__name__}, "
+                                  f"not {value!r}; prepare the folder again")
     known = _vocabulary(folder / "tokenizer.json", meta["tokenizer"])
     need(known == (meta["vocab_size"], meta["eot"]),
-         f"{file} has vocab_size={meta['vocab_size']}, eot={meta['eot']}, and its tokenizer "
-         f"{meta['tokenizer']} has vocab_size={known[0]}, eot={known[1]}: prepare the folder again")
+         f"{file} cannot be used: its vocab_size and eot are not those of its tokenizer, {known}")
     return meta
 
 
@@ -542,7 +539,7 @@ def load_token_bytes(folder):
         lengths = np.load(file)
     except (ValueError, EOFError):     # not a file of numpy's, or not a whole one
         lengths = np.empty(0)
-    need(lengths.shape == (meta["vocab_size"],) and lengths.dtype == np.int32 and lengths.min() >= 0,
+    need(lengths.shape == (meta["vocab_size"],) and lengths.dtype == np.int32,
          f"{file} is damaged: it must have the bytes of each of {meta['vocab_size']:,} tokens")
     return lengths
 
@@ -581,7 +578,7 @@ class TokenShards:
         self.shards = [_open_shard(path) for path in self.paths]
         self.n_tokens = sum(len(shard) for shard in self.shards)
         whole = self.meta.get("tokens", {}).get(split, self.n_tokens)
-        need(self.n_tokens == whole, f"{folder} is not whole: {self.n_tokens:,} {split} tokens, and "
+        need(self.n_tokens == whole, f"{folder} is not whole: {self.n_tokens} {split} tokens, and "
                                      f"meta.json says {whole}")
         self.stride = block_size + 1 if "block_size" in self.meta else block_size
         counts = [len(range(0, len(shard) - block_size, self.stride)) for shard in self.shards]
@@ -712,8 +709,11 @@ def check_source(name):
 
 
 def _fineweb():
-    for n, row in enumerate(_dataset(FINEWEB, name="sample-10BT")):
-        yield "", f"{FINEWEB}, row {n}", row
+    try:
+        for n, row in enumerate(_dataset(FINEWEB, name="sample-10BT")):
+            yield "", f"{FINEWEB}, row {n}", row
+    except ConfigError as error:
+        raise ConfigError(f"{FINEWEB}: {error}") from None
 
 
 def _dataset(path, **arguments):
@@ -725,7 +725,7 @@ def _dataset(path, **arguments):
         yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
     except Exception as error:     # of the hub, of the network, of pyarrow
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{arguments.get('data_files', path)} cannot be read: {reason}") from None
+        raise ConfigError(f"it cannot be read: {reason}") from None
 
 
 def read_files(path, text_field):
@@ -733,41 +733,37 @@ def read_files(path, text_field):
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
     files = [file for file in files if file.is_file() and re.search(kinds, file.name)]
-    need(files, f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or "
-                ".parquet file")
+    need(files, f"{path} holds no .txt .jsonl (.gz, .xz) or .parquet file")
     val = [file for file in files if file.name.startswith("val")]
     train = [file for file in files if file not in val]
     for file in val + train:     # val first: max_tokens stops in the training text
-        split = "val" if file in val else "train"
+        split = ""
+        if val and train:
+            split = "val" if file in val else "train"
+        where = str(file)
         try:
-            for where, row in _rows(file, text_field):
-                yield split if val and train else "", where, row
-        except ConfigError:
-            raise
+            for n, row in enumerate(_rows(file, text_field), 1):
+                where = f"{file}, line {n}"
+                if isinstance(row, bytes) and row.strip():
+                    yield split, where, json.loads(row)
+                elif not isinstance(row, bytes):
+                    yield split, where, row
         except (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
 
 
 def _rows(file, text_field):
-    """Yields (where, record)."""
+    """Yields a file's records, of .jsonl its lines."""
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
     if file.suffix == ".parquet":
-        for n, row in enumerate(_dataset("parquet", data_files=str(file)), 1):
-            yield f"{file}, record {n}", row
+        yield from _dataset("parquet", data_files=str(file))
     elif ".txt" in file.name:
         with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
-            parts = iter(lambda: lines.readline(100_000), "")
-            for n, piece in enumerate(_pieces(parts), 1):
-                yield f"{file}, record {n}", {text_field: piece}
+            for piece in _pieces(iter(lambda: lines.readline(100_000), "")):
+                yield {text_field: piece}
     else:
         with opener(file, "rb") as lines:
-            for n, line in enumerate(lines, 1):
-                where = f"{file}, line {n}"
-                try:
-                    if line.strip():
-                        yield where, json.loads(line)
-                except ValueError as error:     # not JSON, or not UTF-8
-                    raise ConfigError(f"{where}: {error}") from None
+            yield from lines
 
 
 def _pieces(lines, size=100_000):
@@ -810,11 +806,11 @@ def _modules(root, package):
     """[(path, qualified name)] of the Python files under root, without tests."""
     skipped = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
     modules = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if not skipped & set(parts[:-1]):
-            module = ".".join(Path(package, *parts).parts)
-            modules.append((path, module.removesuffix(".__init__")))
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - skipped)     # os.walk goes into these
+        for path in sorted(Path(folder).glob("*.py")):
+            parts = Path(package, path.relative_to(root).with_suffix("")).parts
+            modules.append((path, ".".join(parts).removesuffix(".__init__")))
     return modules
 
 
@@ -916,7 +912,7 @@ def _tokenize(chunk):
 
 
 def _train_bpe(c, path):
-    """Byte-level BPE on the training documents; words are split as GPT-2 does, and eot is token 0."""
+    """Byte-level BPE on the training documents; words are GPT-2's, and eot is token 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     def texts():
@@ -990,9 +986,9 @@ def _write(c, folder):
     known_bytes = 0
     documents = read_documents(c)
     chunks = iter(lambda: list(itertools.islice(documents, 100)), [])
-    with tqdm(unit=" documents", disable=None) as bar, \
-            contextlib.closing(_parallel(_tokenize, chunks, c.workers)) as done:
-        for split, topic, n_bytes, arrays in itertools.chain.from_iterable(done):
+    with contextlib.closing(_parallel(_tokenize, chunks, c.workers)) as done:
+        done = tqdm(itertools.chain.from_iterable(done), unit=" documents", disable=None)
+        for split, topic, n_bytes, arrays in done:
             meta["documents"][split] += 1
             meta["bytes"][split] += n_bytes
             meta["tokens"][split] += len(arrays[0])
@@ -1003,7 +999,6 @@ def _write(c, folder):
             if waiting[split] >= c.shard_tokens:
                 _save_shard(folder, split, pending[split])
                 waiting[split] = 0
-            bar.update()
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
     for split in pending:
@@ -1014,20 +1009,19 @@ def _write(c, folder):
     if c.clusters and all(meta["documents"].values()):     # else _build() holds out more of them
         meta |= _cluster(c, folder, tok, topics)
     state = hashlib.sha256()
-    for path in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.mask")):
-        state.update(path.read_bytes())
-    for path in sorted(folder.glob("*.leaf")):
-        state.update(path.read_bytes())
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".bin", ".mask", ".leaf"):
+            state.update(path.read_bytes())
     return meta | dict(data_id=state.hexdigest()[:8])
 
 
 def _save_token_bytes(folder, lengths, known, total):
-    """A tokenizer may normalise the text a little or add a space; if it does more, none are kept."""
+    """A tokenizer may normalise the text a little, or add a space; of others none are kept."""
     if abs(total - known) <= total / 1000:
         np.save(folder / "token_bytes.npy", lengths)
     else:
-        print(f"no bits per byte with this tokenizer: its tokens make {known:,} bytes, the text has "
-              f"{total:,}")
+        print(f"no bits per byte with this tokenizer: its tokens make {known:,} bytes of "
+              f"{total:,} in the text")
 
 
 def _cluster(c, folder, tok, labels):
@@ -1040,7 +1034,8 @@ def _cluster(c, folder, tok, labels):
         shards = sorted(folder.glob(f"{split}_*.bin"))
         tokens[split] = np.concatenate([_open_shard(path) for path in shards])
     retriever, sequences, report = topics.cluster(
-        tokens, labels, tok, c.clusters, c.window, c.block_size + 1, c.embedder, c.embedder_path, c.seed)
+        tokens, labels, tok, c.clusters, c.window, c.block_size + 1,
+        c.embedder, c.embedder_path, c.seed)
     for path in folder.glob("*.bin"):
         path.unlink()
     n = max(1, c.shard_tokens // (c.block_size + 1))     # sequences of a shard
@@ -1082,31 +1077,29 @@ def _build(c, folder, asked):
         os.rename(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    documents = sum(meta["documents"].values())
-    n_bytes = sum(meta["bytes"].values())
-    seconds = time.time() - start
+    for split in ("train", "val"):
+        print(f"{split}: {meta['documents'][split]:,} documents, {meta['bytes'][split]:,} bytes, "
+              f"{meta['tokens'][split]:,} tokens of {meta['tokenizer']} ({meta['vocab_size']:,})")
     name = folder.name if folder.parent == Path("data") else folder
-    print(f"{documents:,} documents ({documents / seconds:,.0f}/s), {n_bytes:,} bytes -> "
-          f"{meta['tokens']['train']:,} train and {meta['tokens']['val']:,} val tokens of "
-          f"{meta['tokenizer']} ({meta['vocab_size']:,}), "
-          f"{n_bytes / sum(meta['tokens'].values()):.2f} bytes each\n"
-          f"{folder} ({meta['data_id']}) is ready after {seconds:.0f} s: "
+    print(f"{folder} ({meta['data_id']}) is ready after {time.time() - start:.0f} s: "
           f"python train.py --dataset={name}")
 
 
 def _check_settings(c):
     need(c.tokenizer == "bpe" or c.vocab_size == -1,
          f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has its own vocabulary")
-    need(c.vocab_size == -1 or c.vocab_size >= 257,
-         f"vocab_size={c.vocab_size}: must be at least 257, the bytes and eot")
-    need(c.block_size >= 0, f"block_size={c.block_size}: must be at least 0")
-    need(c.window >= 1, f"window={c.window}: must be at least 1")
-    need(1 <= c.shard_tokens <= 2**30, f"shard_tokens={c.shard_tokens}: must be 1 to 2^30")
-    need(c.val_fraction == -1 or 0 < c.val_fraction < 1,
-         f"val_fraction={c.val_fraction}: must be between 0 and 1, or -1")
-    need(not c.clusters or re.fullmatch(r"0*([2-9]|[1-9]\d+)(,0*([2-9]|[1-9]\d+))*", c.clusters),
-         f"clusters={c.clusters}: must be the factors of a tree, such as 8,8")
-    need(c.embedder in ("hash", "minilm"), f"embedder={c.embedder}: must be hash or minilm")
+    factors = [int(k) if k.isdecimal() else 0 for k in c.clusters.split(",")]
+    rules = (
+        ("vocab_size", c.vocab_size == -1 or c.vocab_size > 256, "at least 257, the bytes and eot"),
+        ("block_size", c.block_size >= 0, "at least 0"),
+        ("window", c.window >= 1, "at least 1"),
+        ("shard_tokens", 1 <= c.shard_tokens <= 2**30, "1 to 2^30"),
+        ("val_fraction", c.val_fraction == -1 or 0 < c.val_fraction < 1, "between 0 and 1, or -1"),
+        ("clusters", not c.clusters or min(factors) >= 2, "the factors of a tree, such as 8,8"),
+        ("embedder", c.embedder in ("hash", "minilm"), "hash or minilm"),
+    )
+    for key, holds, rule in rules:
+        need(holds, f"{key}={getattr(c, key)}: must be {rule}")
 
 
 def prepare(**settings) -> str:
@@ -1125,7 +1118,9 @@ def prepare(**settings) -> str:
         c.block_size = 256
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
     need(folder.name, f"out={c.out}: must name a folder of its own")
-    asked = {key: getattr(c, key) for key in _defaults if key not in ("out", "workers", "overwrite")}
+    asked = {key: getattr(c, key) for key in _defaults}
+    for key in ("out", "workers", "overwrite"):
+        del asked[key]
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Of two that start together, as two trainings without data may, the second waits and then
     # finds the folder.

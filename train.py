@@ -1,372 +1,501 @@
 """
-Train one of nanoMem's models on one GPU (or several, or a CPU). One flat script: read it from top to bottom.
+Train one of nanoMem's models on one GPU, several, or a CPU. One column: read it from top to bottom.
 
-    python train.py                                            # MoVE on an embedded corpus, a minute or two on a laptop
-    python train.py --model=move --depth=12                    # the canonical call: the paper's D12
-    python train.py --model=move --depth=12 --dense=True       # its baseline without the memory
-    python train.py --model=move --init_from=resume            # go on where a run was stopped, bit for bit on a CPU
-    python train.py experiments/move_table1.py --scale=cpu     # a whole table: variants, seeds, verdicts
+    python train.py                                        # MoVE on an embedded corpus, a minute or two
+    python train.py --model=move --depth=12                # the canonical call: the paper's D12
+    python train.py --model=move --depth=12 --dense=True   # its baseline without the memory
+    python train.py --model=move --init_from=resume        # go on where a run was stopped
+    python train.py experiments/move_table1.py --scale=cpu # a whole table: variants, seeds, verdicts
     torchrun --nproc_per_node=8 train.py --model=move --depth=12
 
-The globals below are the configuration. `--key=value` overrides one; a key that is not here but is a field of the
-model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime: that model's too). A positional
-argument is a Python file of such assignments. Precedence: globals < the model's RECIPE < file < command line.
-"""
-import datetime, importlib, json, math, os, platform, signal, sys, time
-from contextlib import nullcontext
-from pathlib import Path
+The globals below are the configuration. `--key=value` overrides one; a key that is not here but is
+a field of the model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime:
+that model's too). A positional argument is a Python file of such assignments. Precedence: globals <
+the model's RECIPE < file < command line.
 
-import numpy as np
+A model file has Config, PRESETS, DENSE, RECIPE and Model with init_weights, forward, param_groups,
+param_counts and flops_per_token. Six hooks it may have as well; sample.py's load_module() gives it
+what it lacks of them:
+
+    hook                                             for                                     default
+    Model.begin_step(step, max_iters)                before every update                     nothing
+    Model.training_context(context, seed, rows)      what forward() gets beside tokens,      {}
+                                                     from what the data knows of its rows
+    Model.prompt_context(text, folders, leaf,        the same for sample.py's prompt,        {}, ""
+                         block, embedder_path)       and a line that says so
+    Model.new_cache(batch_size, max_len)             decoding                                None
+    Model.inspect(idx)                               {name: (tensor, axes)}, pictures        {}
+    start(path, ckpt, fields)                        the model to train from another's       as it is
+                                                     checkpoint (of the module)
+"""
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C while torch is imported: no traceback
+
+from prepare_fineweb import (ConfigError, TokenShards, configure, find_dataset, get_tokenizer, guard,
+                             help_text, load_meta, load_token_bytes, lock, need)
+
+if __name__ == "__main__":
+    guard("train.py")
+
+import datetime
+import json
+import math
+import os
+import platform
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from statistics import median
+
 import torch
 import torch.distributed as dist
 
-import prepare_fineweb
-from kernels import LazyAdam, RowAdamW, average_sparse, clip_grads, keep_coalesced, peak_memory, tune_cpu, usage
-from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, help_text, load_meta, load_token_bytes, need
-from sample import generate, load_checkpoint, write_checkpoint
+from kernels import LazyAdam, RowAdamW, average_sparse, clip_grads, keep_coalesced, tune_cpu
+from sample import (assemble, generate, load_checkpoint, load_module, load_start, pick_device,
+                    write_checkpoint)
 
-# ---------------------------------------------------------------- configuration: value on cpu | cuda where two; -1 and "" are automatic
-model = "move"                  # which file: model_<name>.py; `cp model_move.py model_mine.py` makes --model=mine
-preset = ""                     # a row of the model's PRESETS, such as d12_move_x1; or
-depth = -1                      # 4 | 12: layers, width 64*depth
-dense = False                   # the model's own baseline without memory (its DENSE)
-out_dir = ""                    # out/<model>-d<depth> or out/<model>-<preset>
-init_from = "scratch"           # scratch | resume (out_dir's checkpoint) | path of a checkpoint, or what else the model can start from
-seed = 1337                     # initial values and order of the data
-dataset = ""                    # folder, or a name under data/; fineweb_edu if it is there, else pydocs (built on the spot)
-block_size = -1                 # the data folder's, where a document is a window; 256 | 1024: tokens of context
-batch_size = -1                 # 8 | 32: sequences in one forward (the micro-batch)
-batch_tokens = -1               # 1024 | 131072: tokens per optimizer step, all GPUs together; accumulation follows from it
-skip_steps = 0                  # batches to pass over first: those that an earlier phase on the same data has seen
-max_iters = -1                  # 128 | about 10 tokens per dense parameter, at most 4 epochs
-optimizer = ""                  # muon | adamw: the first of the model's RECIPE; muon works for every model, though most have no recipe for it:
-muon_lr = 0.02                  # then the Linear layers but the head go to Muon at this rate, and the rest is as in the recipe for adamw
-learning_rate = -1.0            # RECIPE
-min_lr = 0.0                    # where the schedule ends
-schedule = ""                   # wsd (constant, then down linearly) | cosine: RECIPE, else cosine
-warmup_iters = -1               # RECIPE, else the fraction warmup of max_iters
-warmup = 0.02                   # fraction of the run over which the rate rises; RECIPE
-warmdown = 0.4                  # wsd: fraction of the run over which the rate falls
-weight_decay = 0.1              # RECIPE
-beta1 = 0.9                     # RECIPE
-beta2 = 0.95                    # RECIPE
-grad_clip = 1.0                 # norm over all gradients, dense and sparse; 0: off; RECIPE
-eval_interval = -1              # steps between evaluations (each saves a checkpoint); a quarter | a twentieth of the run
-eval_tokens = -1                # 16384 | 10485760: validation tokens, the same ones each time
-eval_only = False               # evaluate the checkpoint of init_from and stop
-log_interval = 10               # steps between lines
-always_save_checkpoint = True   # at every evaluation; False: only when the validation loss is the best so far
-sample_tokens = 200             # tokens of the sample at the end; 0: none
-target_bpb = 0.0                # say at the end whether the run met it
-target_loss = 0.0               # likewise, in nats
-device = ""                     # cuda | mps | cpu
-dtype = ""                      # float32 | bfloat16: autocast; parameters stay fp32
-compile = -1                    # 0 | 1: torch.compile
-dry_run = False                 # print parameters, FLOPs and memory, and stop
-bench = False                   # time some steps (of the dataset, else random tokens) beside the dense baseline, and stop
-profile = False                 # trace a few steps into out_dir/trace.json, and stop
-wandb_log = False               # log to Weights & Biases (pip install wandb)
-wandb_project = "nanomem"       # its project
-wandb_run_name = ""             # its name; out_dir's
+# ---------------------------------------------------------------- configuration
+# value on cpu | cuda where two; -1 and "" are automatic
+model = "move"              # `cp model_move.py model_mine.py` makes --model=mine
+preset = ""                 # a row of the model's PRESETS, such as d12_move_x1; or
+depth = -1                  # 4 | 12: layers, width 64*depth
+dense = False               # the model's own baseline without memory (its DENSE)
+out_dir = ""                # out/<model>-d<depth> or out/<model>-<preset>
+init_from = "scratch"       # scratch | resume (out_dir's) | a checkpoint or Hugging Face folder
+seed = 1337                 # initial values and order of the data
+dataset = ""                # folder, or a name under data/; fineweb_edu if it is there, else pydocs
+block_size = -1             # 256 | 1024: tokens of context; or what the data folder says
+batch_size = -1             # 8 | 32: sequences in one forward (the micro-batch)
+batch_tokens = -1           # 1024 | 131072: tokens per optimizer step, all GPUs together
+skip_steps = 0              # batches to pass over: those of an earlier phase on the same data
+max_iters = -1              # 128 | about 10 tokens per dense parameter, at most 4 epochs
+optimizer = ""              # muon | adamw: RECIPE's first; muon works for all: without a recipe for
+muon_lr = 0.02              # it the Linear layers but the head go to Muon at this rate
+learning_rate = -1.0        # RECIPE
+min_lr = 0.0                # where the schedule ends
+schedule = ""               # wsd (constant, then down linearly) | cosine: RECIPE, else cosine
+warmup_iters = -1           # RECIPE, else the fraction warmup of max_iters
+warmup = 0.02               # fraction of the run over which the rate rises; RECIPE
+warmdown = 0.4              # wsd: fraction of the run over which the rate falls
+weight_decay = 0.1          # RECIPE
+beta1 = 0.9                 # RECIPE
+beta2 = 0.95                # RECIPE
+grad_clip = 1.0             # norm over all gradients, dense and sparse; 0: off; RECIPE
+eval_interval = -1          # steps between evaluations and checkpoints; 1/4 | 1/20 of the run
+eval_tokens = -1            # 16384 | 10485760: validation tokens, the same ones each time
+log_interval = 10           # steps between lines
+sample_tokens = 200         # tokens of the sample at the end; 0: none
+target_bpb = 0.0            # say at the end whether the run met it
+target_loss = 0.0           # likewise, in nats
+device = ""                 # cuda | mps | cpu
+dtype = ""                  # float32 | bfloat16: autocast; "": bfloat16 where the hardware has it
+compile = -1                # 0 | 1: torch.compile
+dry_run = False             # print parameters, FLOPs and memory, and stop
 # ----------------------------------------------------------------
-defaults = {k: v for k, v in globals().items() if not k.startswith("_") and type(v) in (int, float, bool, str)}
-root = Path(__file__).resolve().parent
-world, rank, local_rank = (int(os.environ.get(k, v)) for k, v in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-master = rank == 0
+defaults = {k: v for k, v in globals().items() if type(v) in (int, float, bool, str) and k[0] != "_"}
+AT_LEAST_ONE = ("depth", "block_size", "batch_size", "batch_tokens", "eval_interval", "eval_tokens",
+                "log_interval")                    # the other numbers may be 0, none is negative
+AT_MOST = dict(depth=1000, compile=1, warmup=1, warmdown=1, beta1=0.999999, beta2=0.999999)
+FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_tokens", "optimizer")
+OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "loss.png", "tokenizer.json")
 
 
-def build_model_config(c, module, overrides):
-    """The model's Config from a preset or the depth dial, DENSE and the fields that were given."""
-    dense, presets = getattr(module, "DENSE", {}) if c["dense"] else {}, getattr(module, "PRESETS", {})
-    for key in dense.keys() & overrides.keys():
-        raise ConfigError(f"dense and {key}: dense=True sets {key}={dense[key]}; give one of them")
-    fields = {"block_size": c["block_size"], **dense, **overrides}
-    if not c["preset"]:
-        return module.Config.from_depth(c["depth"], **fields)
-    need(c["preset"] in presets, f"preset={c['preset']}: model_{c['model']}.py has {', '.join(presets) or 'none'}")
-    return module.Config(**{**presets[c["preset"]], **fields})
+def run_file(path):
+    """The assignments of a config file; ConfigError names the line of what is wrong in it."""
+    need(Path(path).is_file(), f"no config file {path} (options are written --key=value)")
+    try:
+        return runpy.run_path(path)
+    except Exception as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
+        line = lines[-1] if lines else getattr(error, "lineno", 1)
+        message = f"{path}, line {line}: {type(error).__name__}: {error}"
+        raise ConfigError(message) from None
 
 
-
-def data_fields(meta, module):
-    """What a data folder's meta.json says of the model: fields of its Config, such as the tree of clusters."""
-    return {k: meta[k] for k in meta.keys() & module.Config.__dataclass_fields__.keys() - {"vocab_size", "block_size"}}
-
-
-
-def load_start(config, given, overrides, module):
-    """The checkpoint that init_from names, or None. Its model, and on resume its whole config, win over the defaults; on a start the context may
-    change. A model file with start(path, its checkpoint or None, fields) makes another model of it: {"model_config", "model"}."""
-    resume, source, out = config["init_from"] == "resume", Path(config["init_from"]).resolve(), Path(config["out_dir"]).resolve()
-    if config["init_from"] == "scratch":
-        return None
-    need(resume or out not in (source, source.parent), f"out_dir={config['out_dir']} is where init_from's checkpoint lies: give another --out_dir")
-    own = not resume and hasattr(module, "start")
-    ckpt = None if own and source.is_dir() and not (source / "ckpt.pt").exists() else load_checkpoint(config["out_dir"] if resume else config["init_from"])
-    if own:
-        known = data_fields(load_meta(find_dataset(config["dataset"])), module)
-        ckpt = module.start(config["init_from"], ckpt, {**known, **overrides, **{k: given[k] for k in ("block_size",) if k in given}})
-        config["block_size"] = ckpt["model_config"]["block_size"]
-        return ckpt
-    fixed = {"model", "preset", "depth", "dense", *overrides} | ({"block_size", "seed", "batch_tokens", "optimizer"} if resume else set())
-    saved = {**ckpt["config"], **ckpt["model_config"]}
-    for key in [k for k in given if k in fixed and given[k] not in (-1, "", saved.get(k))]:
-        raise ConfigError(f"{key}={given[key]}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or start from scratch")
-    if not resume:                                             # tasks have rows of their own length
-        window = load_meta(find_dataset(config["dataset"])).get("block_size", -1) if config["dataset"] else -1
-        saved["block_size"] = next(n for n in (given.get("block_size", -1), window, saved["block_size"]) if n != -1)
-        ckpt["model_config"]["block_size"] = saved["block_size"]
-    keep = saved if resume else {k: saved[k] for k in ("model", "preset", "depth", "dense", "block_size")}
-    config |= {k: v for k, v in keep.items() if k in config and k not in given and k not in ("out_dir", "init_from", "device")}
-    return ckpt
-
-
-
-def plot_losses(log, png, title):
-    """The loss curves of a log.jsonl that train.py wrote, as a picture."""
-    from matplotlib.figure import Figure
-    rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
-    train, val = [r for r in rows if "loss" in r], [r for r in rows if "val_loss" in r]
-    axes.plot([r["step"] for r in train], [r["loss"] for r in train], color="tab:blue", alpha=0.6, lw=1, label="training batches")
-    end = f": {val[-1]['val_loss']:.3f} nats" + (f", {val[-1]['val_bpb']:.3f} bits per byte" if val[-1]["val_bpb"] else "") if val else ""
-    axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", color="tab:red", label=f"validation{end}")
-    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", title=title)
-    axes.legend()
-    figure.savefig(png, dpi=100)
-
-
-
-def read_config(argv):
-    """argv -> (config, the keys that were given, the model's module, the fields of its Config that were given)."""
-    files, source = [a for a in argv if not a.startswith("-")], {}
+def read_flags(argv):
+    """argv -> (the model's module, what was given of the globals, and of its Config)."""
+    files = [argument for argument in argv if not argument.startswith("-")]
+    rest = [argument for argument in argv if argument.startswith("-")]
+    flags = []
     for path in files:
-        need(Path(path).is_file(), f"no config file {path} (options are written --key=value)")
-        source["__file__"] = path
-        exec(Path(path).read_text(), source)
-        if "variants" in source:
+        settings = run_file(path)
+        if "variants" in settings:
             from experiments.run import main
-            sys.exit(main(path, [a for a in argv if a not in files]))
-    source = {k: v for k, v in source.items() if not k.startswith("_") and type(v) in (int, float, bool, str)}
-    name = next((a.split("=", 1)[1] for a in reversed(argv) if a.startswith("--model=")), source.get("model", model))
-    there = sorted(p.stem[6:] for p in root.glob("model_*.py"))
-    need(name in there, f"model={name}: no model_{name}.py here; there are {', '.join(there)}")
-    module = importlib.import_module(f"model_{name}")
-    fields = {k: f.default for k, f in module.Config.__dataclass_fields__.items()}
-    if {"-h", "--help"} & set(argv):
-        print(__doc__ + "\n" + help_text((root / "train.py").read_text(), defaults))
-        print(f"\nfields of model_{name}.py's Config:\n" + help_text(Path(module.__file__).read_text(), fields))
+            sys.exit(main(path, rest))
+        flags += [f"--{key}={value}" for key, value in settings.items()
+                  if type(value) in (int, float, bool, str) and not key.startswith("_")]
+    flags += rest
+    names = [flag.removeprefix("--model=") for flag in flags if flag.startswith("--model=")]
+    module = load_module(names[-1] if names else model)
+    fields = {name: f.default for name, f in module.Config.__dataclass_fields__.items()}
+    if "-h" in argv or "--help" in argv:
+        print(__doc__ + "\n" + help_text(Path(__file__).read_text(), defaults))
+        print(f"\nfields of {module.__name__}.py's Config:")
+        print(help_text(Path(module.__file__).read_text(), fields))
         sys.exit(0)
-    given, _ = configure([f"--{k}={v}" for k, v in source.items()] + [a for a in argv if a not in files], {**fields, **defaults})
-    recipes = getattr(module, "RECIPE", {"adamw": {}})
-    chosen = given.get("optimizer") or next(iter(recipes))
-    need(chosen in (*recipes, "muon"), f"optimizer={chosen}: model_{name}.py has recipes for {', '.join(recipes)}, and muon works for all")
-    config = {**defaults, **recipes.get(chosen, recipes.get("adamw", {})), **{k: v for k, v in given.items() if k in defaults}, "model": name, "optimizer": chosen}
-    return config, given, module, {k: v for k, v in given.items() if k not in defaults}
+    both, _ = configure(flags, {**fields, **defaults})
+    given = {key: value for key, value in both.items() if key in defaults}
+    overrides = {key: value for key, value in both.items() if key not in defaults}
+    return module, given, overrides
 
 
-def locate(c):
-    """Where the run computes and where it writes: device, depth and out_dir of the config c, in place."""
-    c["device"] = c["device"] or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
-    kind = c["device"].split(":")[0]
-    need(kind in ("cuda", "mps", "cpu"), f"device={c['device']}: choose cuda, mps or cpu")
-    need(kind != "cuda" or torch.cuda.is_available(), f"device={c['device']}: this torch sees no CUDA GPU; leave the key out to run on the CPU")
-    need(not c["preset"] or c["depth"] == -1, "preset and depth: give one of them")
-    c["depth"] = (12 if kind == "cuda" else 4) if not c["preset"] and c["depth"] == -1 else c["depth"]
-    c["out_dir"] = c["out_dir"] or f"out/{c['model']}-{c['preset'] or 'd%d' % c['depth']}" + "-dense" * c["dense"]
+def pick_dtype():
+    """(bfloat16 where the hardware multiplies it, else float32; why)"""
+    if device.startswith("cuda"):
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bfloat16", "this GPU has it"
+        return "float32", "this GPU has no bfloat16"
+    found = torch.cpu.get_capabilities() if device == "cpu" else {}
+    for feature in ("amx_bf16", "avx512_bf16", "sve_bf16", "arm_bf16", "bf16"):
+        if found.get(feature):
+            return "bfloat16", f"this CPU has {feature}"
+    return "float32", f"this {device} multiplies no bfloat16"
 
 
-def resolve(c, meta):
-    """Fill in what else is automatic in the config c, in place, and check it."""
-    gpu, window = c["device"].startswith("cuda"), meta.get("block_size")
-    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    for key, cpu, cuda in (("dtype", "float32", "bfloat16" if bf16 else "float32"), ("compile", 0, 1), ("block_size", window or 256, window or 1024),
-                           ("batch_size", 8, 32), ("eval_tokens", 16384, 10485760), ("schedule", "cosine", "cosine"), ("learning_rate", 1e-3, 1e-3)):
-        if c[key] in (-1, ""):
-            c[key] = cuda if gpu else cpu
-    for key, low, high in (("block_size", 1, 1e9), ("batch_size", 1, 1e9), ("log_interval", 1, 1e9), ("eval_tokens", 1, 1e18), ("sample_tokens", 0, 1e9),
-                           ("skip_steps", 0, 1e9), ("eval_interval", -1, 1e9), ("warmup_iters", -1, 1e9), ("min_lr", 0, 1e9), ("max_iters", -1, 1e9),
-                           ("weight_decay", 0, 1e9), ("grad_clip", 0, 1e9), ("beta1", 0, 1), ("beta2", 0, 1), ("warmup", 0, 1), ("warmdown", 0, 1)):
-        need(low <= c[key] <= high, f"{key}={c[key]}: must be " + (f"at least {low}" if high > 1 else "between 0 and 1"))
-    for key, choices in dict(dtype=("float32", "bfloat16"), schedule=("cosine", "wsd")).items():
-        need(c[key] in choices, f"{key}={c[key]}: choose {' or '.join(choices)}")
-    if c["batch_tokens"] == -1:                                                          # about so many: whole micro-batches
-        rows = max(1, (131072 if gpu else 1024) // (c["block_size"] * world))
-        c["batch_tokens"] = (rows - rows % min(rows, c["batch_size"])) * c["block_size"] * world
-    rows, rest = divmod(c["batch_tokens"], c["block_size"] * world)                      # rows of one process
-    need(rows > 0 and not rest, f"batch_tokens={c['batch_tokens']}: must be a multiple of block_size={c['block_size']}" + f" x {world} processes" * (world > 1))
-    c["batch_size"] = max(b for b in range(1, min(c["batch_size"], rows) + 1) if rows % b == 0)   # the micro-batch divides the batch
+def automatic(value, cpu, cuda):
+    """The value that was given, or the one for this kind of device."""
+    if value in (-1, ""):
+        return cuda if gpu else cpu
+    return value
 
 
-# ---------------------------------------------------------------- set-up: config, data, model, optimizers
-try:
-    config, given, module, overrides = read_config(sys.argv[1:])
-    locate(config)
-    torch.manual_seed(config["seed"])                          # for blocks that load_start() adds to a model; below for the rest
-    ckpt, resume = load_start(config, given, overrides, module), config["init_from"] == "resume"
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if config["device"].startswith("cuda") else "gloo")
-    idle = config["dry_run"] or config["bench"] and not config["dataset"]
-    folder = None if idle and not config["dataset"] else find_dataset(config["dataset"])
-    config["dataset"] = str(folder or "")
-    meta = load_meta(folder) if folder else {"vocab_size": 50257}                        # shapes and times need no text
-    resolve(config, meta)
-    overrides.setdefault("vocab_size", meta["vocab_size"])
-    model_config = module.Config(**ckpt["model_config"]) if ckpt else build_model_config(config, module, {**data_fields(meta, module), **overrides})
-    need(world == 1 or {*getattr(model_config, "places", ())} <= {"device"}, "placement: torchrun trains no bank that is off the device; "
-         "train its subtrees as jobs of their own, --frozen=True --subtree=0, 1, ..., generic, and merge them with model_hiermem.py")
-    need(model_config.vocab_size >= meta["vocab_size"] or not folder, f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
-    need(not resume or ckpt["data"]["data_id"] == meta["data_id"], f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
-    task_tokenizer = prepare_fineweb.get_tokenizer(str(folder)) if "task" in meta and not idle else None
-    if not idle:
-        train_data, val_data = (TokenShards(folder, split, config["block_size"]) for split in ("train", "val"))
-        for data in (train_data, val_data) if hasattr(model_config, "wanted") else ():   # a model may train on a part of the data
-            data.keep(model_config.wanted(data.context(np.arange(data.n_windows))))
-except (ConfigError, ValueError, OSError) as error:
-    sys.exit(f"train.py: {error}")
+def configured(**fields):
+    """The model's Config from the preset or the depth dial."""
+    if not preset:
+        return module.Config.from_depth(depth, **fields)
+    there = ", ".join(module.PRESETS) or "none"
+    need(preset in module.PRESETS, f"preset={preset}: model_{model}.py has {there}")
+    return module.Config(**{**module.PRESETS[preset], **fields})
 
-gpu, out, rows = config["device"].startswith("cuda"), Path(config["out_dir"]), config["batch_tokens"] // config["block_size"]
+
+# ---------------------------------------------------------------- what was asked for
+module, given, overrides = read_flags(sys.argv[1:])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+recipes = module.RECIPE
+optimizer = given.get("optimizer") or next(iter(recipes))
+need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}.py has recipes for "
+     f"{', '.join(recipes)}, and muon works for all")
+recipe = recipes.get(optimizer, recipes.get("adamw", {}))
+globals().update({**recipe, **given, "model": module.__name__[6:], "optimizer": optimizer})
+for key, default in defaults.items():
+    value, low = globals()[key], int(key in AT_LEAST_ONE)
+    high = AT_MOST.get(key, 10 ** 40 if type(default) is float else 10 ** 12)
+    if type(default) in (int, float) and not value == default == -1:
+        need(value >= low, f"{key}={value}: must be at least {low}")
+        need(value <= high, f"{key}={value}: must be at most {high}")
+need(schedule in ("", "cosine", "wsd"), f"schedule={schedule}: choose cosine or wsd")
+need(dtype in ("", "float32", "bfloat16"), f"dtype={dtype}: choose float32 or bfloat16")
+need(not preset or depth == -1, "preset and depth: give one of them")
+
+world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+local_rank = int(os.environ.get("LOCAL_RANK", 0))
+master = rank == 0
+device = pick_device(device)
+gpu = device.startswith("cuda")
 if gpu:
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank if world > 1 else device)
     torch.backends.cuda.matmul.allow_tf32 = True
 else:
     tune_cpu()
-torch.manual_seed(config["seed"])
-autocast = torch.autocast(config["device"].split(":")[0], torch.bfloat16) if config["dtype"] == "bfloat16" else nullcontext()
+if world > 1 and not dist.is_initialized():
+    dist.init_process_group("nccl" if gpu else "gloo")
+if not preset:
+    depth = automatic(depth, 4, 12)
+out_dir = out_dir or f"out/{model}-{preset or f'd{depth}'}{'-dense' if dense else ''}"
+out, locked = Path(out_dir), None
+resume = init_from == "resume"
+if master and not dry_run and (out.exists() or not resume):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        locked = lock(out)                         # until the process ends, however that is
+    except OSError as error:
+        raise ConfigError(f"out_dir={out_dir} cannot be written to, {error.strerror}: give another "
+                          "--out_dir=") from None
 
-foreign = config["optimizer"] == "muon" and "muon" not in getattr(module, "RECIPE", {})            # Muon for a model whose groups are AdamW's
+ckpt = None
+if resume:                                         # the run that stopped decides
+    ckpt = load_checkpoint(out)
+    saved = {**ckpt["config"], **ckpt["model_config"]}
+    for key, value in {**given, **overrides}.items():
+        same = value in (-1, "", saved.get(key)) or key in defaults and key not in FIXED
+        need(same, f"{key}={value}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or "
+             "start from scratch")
+    need(saved["model"] == model, f"{out}/ckpt.pt is of another model: add --model={saved['model']}")
+    assemble(out, ckpt)                            # or model_NAME.py has changed since
+    here = {"out_dir", "init_from", "device", *given}
+    globals().update({key: saved[key] for key in defaults if key in saved and key not in here})
+    done = max_iters < ckpt["step"] or max_iters == ckpt["step"] and (out / "result.json").exists()
+    need(not done, f"{out}/ckpt.pt is of step {ckpt['step']} and max_iters={max_iters}: give a "
+         "larger --max_iters to go on")
+
+# ---------------------------------------------------------------- data and model
+folder, meta = None, {"vocab_size": 50257}         # a dry run needs no text
+tok = token_bytes = None
+if dataset or not dry_run:
+    folder = find_dataset(dataset)
+    meta, dataset = load_meta(folder), str(folder)
+known = {key: meta[key] for key in module.Config.__dataclass_fields__ if key in meta}   # such as eot
+known.pop("vocab_size")
+if block_size != -1:
+    known["block_size"] = block_size
+fields = {**known, **overrides}
+if dense:
+    clash = sorted(module.DENSE.keys() & overrides.keys())
+    need(not clash, f"dense and {', '.join(clash)}: dense=True sets it; give one of them")
+    fields |= module.DENSE
+torch.manual_seed(seed)                            # for blocks that start() adds to a model
+if resume:
+    need(ckpt["data"]["data_id"] == meta["data_id"],
+         f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
+    model_config = module.Config(**ckpt["model_config"])
+elif init_from == "scratch":
+    size = automatic(-1, 256, 1024)
+    model_config = configured(**{"block_size": size, "vocab_size": meta["vocab_size"], **fields})
+else:
+    source = Path(init_from).resolve()
+    need(out.resolve() not in (source, source.parent),
+         f"out_dir={out_dir} is where init_from's checkpoint lies: give another --out_dir")
+    ckpt = load_start(init_from, module, fields)
+    model_config = module.Config(**ckpt["model_config"])
+    for key in ("n_layer", "n_embd"):
+        asked, found = getattr(configured(), key), getattr(model_config, key)
+        need(asked == found or not (preset or "depth" in given),
+             f"depth={depth} {preset}: {init_from} has {key}={found}; leave depth and preset out")
+need(model_config.vocab_size >= meta["vocab_size"] or not folder,
+     f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
+block_size = model_config.block_size
+if folder and not dry_run:
+    train_data = TokenShards(folder, "train", block_size)
+    val_data = TokenShards(folder, "val", block_size)
+    token_bytes = load_token_bytes(folder)
+    if sample_tokens or "task" in meta or (folder / "tokenizer.json").exists():
+        tok = get_tokenizer(str(folder))
+
+# ---------------------------------------------------------------- what is automatic, resolved
+why = "as asked for"
+if not dtype:
+    dtype, why = pick_dtype()
+compile = automatic(compile, 0, 1)
+learning_rate = automatic(learning_rate, 1e-3, 1e-3)
+schedule = schedule or "cosine"
+eval_tokens = automatic(eval_tokens, 16384, 10485760)
+batch_size = automatic(batch_size, 8, 32)
+if batch_tokens == -1:                             # about so many: whole micro-batches
+    mine = max(1, automatic(-1, 1024, 131072) // (block_size * world))
+    batch_tokens = (mine - mine % min(mine, batch_size)) * block_size * world
+processes = f" x {world} processes" if world > 1 else ""
+need(batch_tokens % (block_size * world) == 0,
+     f"batch_tokens={batch_tokens}: must be a multiple of block_size={block_size}{processes}")
+rows = batch_tokens // block_size                  # of a step; rows // world of one process
+while rows // world % min(batch_size, rows // world):
+    batch_size -= 1                                # the micro-batch divides a process's rows
+batch_size = min(batch_size, rows // world)
+
+torch.manual_seed(seed)
+with torch.device("meta"):                         # no memory and no time yet
+    raw = module.Model(model_config)
+counts, flops = raw.param_counts(), raw.flops_per_token()
+if max_iters == -1:
+    max_iters = 128
+    if gpu and folder and not dry_run:
+        max_iters = int(min(10 * flops / 6, 4 * train_data.n_tokens) // batch_tokens)
+if warmup_iters == -1:
+    warmup_iters = round(warmup * max_iters)
+if eval_interval == -1:
+    eval_interval = max(1, max_iters // automatic(-1, 4, 20))
+config = {key: globals()[key] for key in defaults}
 
 
-def build(model_config):
-    with torch.device("meta"):                                 # no memory and no time yet
-        net = module.Model(model_config)
-    if not config["dry_run"]:
-        net.to_empty(device=config["device"])
-        net.init_weights()
-    return net
+def show(text, live=False):
+    """A line; on a terminal a live one, cut to 79 columns, is overwritten by the next."""
+    if not master:
+        return
+    if not sys.stdout.isatty():
+        print(text[:79] if live else text, flush=True)
+    elif live:
+        print("\r\033[K" + text[:79], end="", flush=True)
+    else:
+        print("\r\033[K" + text, flush=True)
 
 
-def build_optimizers(net):
-    """torch's AdamW and Muon, and LazyAdam and RowAdamW for row-sparse tables, over the model's groups. A group's rate is base_lr times the schedule."""
-    betas, kinds = (config["beta1"], config["beta2"]), {"adamw": [], "muon": [], "sparse": [], "rows": []}
-    groups = net.param_groups("adamw" if foreign else config["optimizer"], config["learning_rate"], config["weight_decay"])
-    matrices = {m.weight for name, m in net.named_modules() if isinstance(m, torch.nn.Linear) and name != "head"} if foreign else ()
-    for group in [group for group in groups if group["kind"] == "adamw" and group["schedule"] and foreign]:
-        groups.append(dict(group, params=[p for p in group["params"] if p in matrices], kind="muon", lr=config["muon_lr"]))
-        group["params"] = [p for p in group["params"] if p not in matrices]
-    for group in [group for group in groups if group["params"]]:
-        kinds[group["kind"]].append(dict(group, base_lr=group["lr"], base_decay=group["weight_decay"]))
-    for p in [p for group in kinds["sparse"] + kinds["rows"] for p in group["params"]]:
-        keep_coalesced(p)
-    makers = {"adamw": lambda groups: torch.optim.AdamW(groups, betas=betas, fused=config["device"] != "mps"),
-              "muon": lambda groups: torch.optim.Muon(groups, momentum=0.95, nesterov=True),
-              "sparse": lambda groups: LazyAdam(groups, betas=betas), "rows": lambda groups: RowAdamW(groups, betas=betas)}
-    return [makers[kind](groups) for kind, groups in kinds.items() if groups]
-
-
-raw = net = build(model_config)
-wants_context = hasattr(raw, "training_context")               # whether forward() takes what the data knows besides tokens, such as leaf ids
-counts = raw.param_counts() if hasattr(raw, "param_counts") else {"total": sum(p.numel() for p in raw.parameters())}
-flops = raw.flops_per_token() if hasattr(raw, "flops_per_token") else 6 * counts["total"]
-if config["max_iters"] == -1:
-    config["max_iters"] = int(min(10 * flops / 6, 4 * train_data.n_tokens) // config["batch_tokens"]) if gpu and not idle else 128
-if config["warmup_iters"] == -1:
-    config["warmup_iters"] = round(config["warmup"] * config["max_iters"])
-if config["eval_interval"] < 1:
-    config["eval_interval"] = max(1, config["max_iters"] // (20 if gpu else 4))
-if master:
-    rates = f"{config['learning_rate']:g}" + f", {config['muon_lr']:g} for the matrices" * foreign
-    print(f"{model_config}\nparameters: {', '.join(f'{v:,} {k}' for k, v in counts.items())}; {flops / 1e6:,.1f} MFLOP a token, forward and backward\n"
-          f"{config['batch_tokens']:,} tokens a step = {rows} x {config['block_size']}, {config['batch_size']} sequences at once; {config['max_iters']} steps\n"
-          f"{config['optimizer']}, learning rate {rates}, {config['schedule']}; {config['device']}, {config['dtype']}, data {folder}")
-if config["dry_run"]:
+show(f"{model_config}")
+show(f"parameters: {', '.join(f'{n:,} {name}' for name, n in counts.items())}; "
+     f"{flops / 1e6:,.1f} MFLOP a token, forward and backward")
+show(f"{batch_tokens:,} tokens a step = {rows} x {block_size}, {batch_size} sequences at once; "
+     f"{max_iters} steps")
+show(f"{optimizer}, learning rate {learning_rate:g}, {schedule}; data {folder}")
+show(f"{device}, {dtype} ({why})")
+if dry_run:
     for name, p in raw.named_parameters():
-        print(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")
-    print(f"about {16 * counts['total'] / 2 ** 30:.2f} GiB for parameters, gradients and Adam's moments, and the activations on top")
+        show(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")
+    show(f"about {16 * counts['total'] / 2 ** 30:.2f} GiB for parameters, gradients and Adam's "
+         "moments, and the activations on top")
     sys.exit(0)
 
-optimizers, wandb, step = build_optimizers(raw), None, 0
-progress = {"val_loss": None, "val_bpb": None, "best": math.inf, "train_seconds": 0.0}
+if device == "cpu" and hasattr(os, "sysconf"):     # Linux would kill the process without a word
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    need(12 * counts["total"] < there, f"{counts['total']:,} parameters want "
+         f"{12 * counts['total'] / 2 ** 30:.0f} GiB with Adam's moments, this machine has "
+         f"{there / 2 ** 30:.0f}: choose a smaller model")
+raw.to_empty(device=device)
+raw.init_weights()
+
+# ---------------------------------------------------------------- optimizers, resume, processes
+
+
+def param_groups():
+    """The model's groups. Without a recipe for Muon: those for AdamW, less its Linear layers but
+    the head, which are Muon's."""
+    if optimizer in recipes:
+        return raw.param_groups(optimizer, learning_rate, weight_decay)
+    matrices = {m.weight for name, m in raw.named_modules()
+                if isinstance(m, torch.nn.Linear) and name != "head"}
+    groups = []
+    for group in raw.param_groups("adamw", learning_rate, weight_decay):
+        if group["kind"] == "adamw" and group["schedule"]:
+            muons = [p for p in group["params"] if p in matrices]
+            groups.append({**group, "params": muons, "kind": "muon", "lr": muon_lr})
+            group["params"] = [p for p in group["params"] if p not in matrices]
+        groups.append(group)
+    return groups
+
+
+def make_optimizer(kind, groups):
+    betas = (beta1, beta2)
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, betas=betas, fused=device != "mps")
+    if kind == "muon":
+        return torch.optim.Muon(groups, momentum=0.95, nesterov=True)
+    for group in groups:                           # row-sparse gradients
+        for p in group["params"]:
+            keep_coalesced(p)
+    if kind == "sparse":
+        return LazyAdam(groups, betas=betas)
+    return RowAdamW(groups, betas=betas)
+
+
+optimizers, sparse = [], set()
+for kind in ("adamw", "muon", "sparse", "rows"):
+    groups = [{**group, "base_lr": group["lr"], "base_decay": group["weight_decay"]}
+              for group in param_groups() if group["kind"] == kind and group["params"]]
+    if groups:
+        optimizers.append(make_optimizer(kind, groups))
+    if kind in ("sparse", "rows"):
+        sparse.update(p for group in groups for p in group["params"])
+
+step = 0
+log, progress = [], {"val_loss": None, "val_bpb": None, "train_seconds": 0.0}
 if ckpt:
-    raw.load_state_dict((raw.state_dict() if not resume and hasattr(module, "start") else {}) | ckpt["model"])   # what its start() left out is new
+    new = raw.state_dict().keys() - ckpt["model"].keys()      # what start() has left out
+    if new:
+        show(f"{len(new)} tensors are new and get their initial values: {', '.join(sorted(new)[:3])}")
+    raw.load_state_dict({**raw.state_dict(), **ckpt["model"]})
 if resume:
     for o, state in zip(optimizers, ckpt["optimizers"]):
         o.load_state_dict(state)
     torch.set_rng_state(ckpt["rng"])
-    step, progress = ckpt["step"], ckpt["train"]
-if config["compile"]:
-    net = torch.compile(net)
-if world > 1:
-    from torch.nn.parallel import DistributedDataParallel as DDP
-    sparse = {p for o in optimizers if isinstance(o, LazyAdam) for g in o.param_groups for p in g["params"]}
-    DDP._set_params_and_buffers_to_ignore_for_model(net, [n for n, p in raw.named_parameters() if p in sparse])   # average_sparse's part
-    if any(p.requires_grad and p not in sparse for p in raw.parameters()):               # with a frozen anchor there is nothing left for it
-        net = DDP(net, device_ids=[local_rank] if gpu else None, find_unused_parameters=getattr(raw, "unused_parameters", False))
+    step, log, progress = ckpt["step"], ckpt["log"], ckpt["train"]
+ckpt = None                                        # its tensors are copied
 
+net, parallel = raw, None
+if world > 1 and any(p.requires_grad and p not in sparse for p in raw.parameters()):
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    names = [name for name, p in raw.named_parameters() if p in sparse]       # average_sparse's part
+    DDP._set_params_and_buffers_to_ignore_for_model(raw, names)
+    net = parallel = DDP(raw, device_ids=[local_rank] if gpu else None)
+if compile:
+    net = torch.compile(net)                       # after DDP, which must see the model's own names
+autocast = torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16")
 
 # ---------------------------------------------------------------- one step
+
+
+def over_processes(tensor):
+    """The sum over all processes."""
+    if world == 1:
+        return tensor
+    tensor = tensor.to(device)
+    dist.all_reduce(tensor)
+    return tensor
+
+
 def fetch(step):
-    """This process's part of the batch of update `step`: a pure function of (seed, global row), whatever the split. -> x, y, context"""
-    first = (config["skip_steps"] + step) * rows
+    """This process's part of the batch of update `step`: a pure function of (seed, global row),
+    whatever the split -> x, y (B, T), context"""
+    first = (skip_steps + step) * rows
     mine = range(first + rank * rows // world, first + (rank + 1) * rows // world)
-    windows = train_data.shuffled(config["seed"], mine)
-    context = raw.training_context(train_data.context(windows), config["seed"], mine) if wants_context else {}
-    if hasattr(raw, "prefetch"):
-        raw.prefetch(context)
+    windows = train_data.shuffled(seed, mine)
+    context = raw.training_context(train_data.context(windows), seed, mine)
     return *train_data.batch(windows), context
 
 
 def on_device(context):
-    return {k: v.to(config["device"]) for k, v in context.items()}
+    return {key: value.to(device) for key, value in context.items()}
 
 
-def forward_backward(net, x, y, context):
-    """One optimizer step's gradients: micro-batches of batch_size sequences, each weighted by its share of the targets, so
-    that the gradient is that of the mean over the whole batch. Returns the batch's loss as a tensor."""
-    targets = (y >= 0).sum().clamp(min=1).float()
-    if world > 1:
-        targets = targets.to(config["device"])
-        dist.all_reduce(targets)
-    size = config["batch_size"]
-    total, micro = 0.0, [(x[i:i + size], y[i:i + size], {k: v[i:i + size] for k, v in context.items()}) for i in range(0, len(x), size)]
-    for i, (x, y, context) in enumerate(micro):
-        if world > 1:
-            net.require_backward_grad_sync = i == len(micro) - 1
-        share = float((y >= 0).sum()) / float(targets)
+def forward_backward(x, y, context):
+    """One optimizer step's gradients: micro-batches of batch_size sequences, each weighted by its
+    share of the targets, so that the gradient is that of the mean over the whole batch. Returns the
+    batch's loss as a tensor."""
+    targets, total = over_processes((y >= 0).sum()).clamp(min=1).item(), 0.0
+    for first in range(0, len(x), batch_size):
+        part = slice(first, first + batch_size)
+        if parallel is not None:
+            parallel.require_backward_grad_sync = first + batch_size >= len(x)
+        share = (y[part] >= 0).sum().item() / targets
+        extra = on_device({key: value[part] for key, value in context.items()})
         with autocast:
-            loss = net(x.to(config["device"]), y.to(config["device"]), **on_device(context))[1] * share
-        (loss * world).backward()                              # DDP takes the mean over processes
+            loss = net(x[part].to(device), y[part].to(device), **extra)[1] * share
+        (loss * world).backward()                  # DDP takes the mean over processes
         total = total + loss.detach()
-    if world > 1:
-        dist.all_reduce(total)
-    return total
+    return over_processes(total)
 
 
 def schedule_factor(step):
     """Multiplier of every scheduled learning rate for update number `step`, from 0."""
-    floor, left = config["min_lr"] / max(config["learning_rate"], 1e-30), 1 - step / config["max_iters"]
-    if step < config["warmup_iters"]:
-        return (step + 1) / (config["warmup_iters"] + 1)
-    if config["schedule"] == "wsd":
-        return floor + (1 - floor) * min(1.0, left / max(config["warmdown"], 1e-9))
-    return floor + (1 - floor) * 0.5 * (1 - math.cos(math.pi * left * config["max_iters"] / max(1, config["max_iters"] - config["warmup_iters"])))
+    if step < warmup_iters:
+        return (step + 1) / (warmup_iters + 1)
+    floor = min_lr / max(learning_rate, 1e-30)
+    left = max_iters - step
+    if schedule == "wsd":
+        return floor + (1 - floor) * min(1.0, left / max(warmdown * max_iters, 1e-9))
+    falling = max(1, max_iters - warmup_iters)
+    return floor + (1 - floor) * 0.5 * (1 - math.cos(math.pi * left / falling))
 
 
-def train_step(net, params, optimizers, x, y, context, step, want_norm=False):
-    """One update from the batch (x, y, context). Returns the loss and, if wanted or clipped, the gradient norm, as tensors."""
-    loss = forward_backward(net, x, y, context)
-    for p in [p for p in params if world > 1 and p.grad is not None and p.grad.is_sparse]:
-        p.grad = average_sparse(p.grad)
-    norm = clip_grads(params, config["grad_clip"]) if want_norm or config["grad_clip"] else None
-    factor = schedule_factor(step)
+def set_rates(step):
+    """Every group's learning rate for this step, and nanochat's schedules of Muon: momentum 0.85 ->
+    0.95, weight decay -> 0."""
     for o in optimizers:
         for group in o.param_groups:
-            boost, until = group.get("boost", (1.0, 1.0))          # UltraMem's values: so many times the rate at first, 1 from this fraction on
-            group["lr"] = group["base_lr"] * (factor if group["schedule"] else 1.0) * (1 + (boost - 1) * max(0.0, 1 - step / (config["max_iters"] * until)))
-            if isinstance(o, torch.optim.Muon):                # nanochat's: momentum 0.85 -> 0.95, weight decay -> 0
-                group["momentum"] = 0.85 + 0.1 * min(1.0, step / max(1, min(300, config["max_iters"] // 10)))
-                group["weight_decay"] = group["base_decay"] * (1 - step / config["max_iters"])
+            group["lr"] = group["base_lr"]
+            if group["schedule"]:
+                group["lr"] *= schedule_factor(step)
+            if "boost" in group:                   # so many times the rate, 1 from `until` on
+                boost, until = group["boost"]
+                group["lr"] *= 1 + (boost - 1) * max(0.0, 1 - step / (max_iters * until))
+            if isinstance(o, torch.optim.Muon):
+                rising = max(1, min(300, max_iters // 10))
+                group["momentum"] = 0.85 + 0.1 * min(1.0, step / rising)
+                group["weight_decay"] = group["base_decay"] * (1 - step / max_iters)
+
+
+def train_step(batch, step, want_norm=False):
+    """One update. Returns the loss and, if wanted or clipped, the gradient norm, as tensors."""
+    raw.begin_step(step, max_iters)
+    loss, norm = forward_backward(*batch), None
+    if world > 1:
+        for p in sparse:
+            if p.grad is not None:
+                p.grad = average_sparse(p.grad)
+    if want_norm or grad_clip:
+        norm = clip_grads(list(raw.parameters()), grad_clip)
+    set_rates(step)
+    for o in optimizers:
         o.step()
         o.zero_grad(set_to_none=True)
     if gpu:
@@ -376,220 +505,241 @@ def train_step(net, params, optimizers, x, y, context, step, want_norm=False):
 
 @torch.no_grad()
 def evaluate():
-    """val_loss (nats) and val_bpb (or None) over the first eval_tokens of the validation split, tokens without bytes left out; a task's accuracy."""
+    """val_loss (nats) and val_bpb (or None) over the first eval_tokens of the validation split, the
+    same ones each time, tokens without bytes left out; a task's accuracy."""
     net.eval()
-    n = min(max(1, config["eval_tokens"] // config["block_size"]), val_data.n_windows)
-    sums = torch.zeros(3, dtype=torch.float64)                 # nats, targets, bytes
-    for start in range(rank * config["batch_size"], n, config["batch_size"] * world):
-        windows = np.arange(start, min(n, start + config["batch_size"]))
+    n = min(max(1, eval_tokens // block_size), val_data.n_windows)
+    sums = torch.zeros(3, dtype=torch.float64)     # nats, targets, bytes
+    for first in range(rank * batch_size, n, batch_size * world):
+        windows, size = range(first, min(n, first + batch_size)), 0
         x, y = val_data.batch(windows)
         if token_bytes is not None:
-            lengths = token_bytes[y.clamp(min=0)] * (y >= 0)
-            y, sums[2] = y.masked_fill(lengths == 0, -1), sums[2] + lengths.sum()
+            lengths = torch.from_numpy(token_bytes)[y.clamp(min=0)].masked_fill(y < 0, 0)
+            y, size = y.masked_fill(lengths == 0, -1), lengths.sum().item()
+        context = val_data.context(windows)
+        wanted = raw.training_context(context, seed, windows)      # as it is, nothing drawn
+        context = on_device({key: context[key] for key in wanted})
         with autocast:
-            loss = net(x.to(config["device"]), y.to(config["device"]), **on_device(val_data.context(windows) if wants_context else {}))[1].item()
-        sums[0], sums[1] = sums[0] + loss * (y >= 0).sum(), sums[1] + (y >= 0).sum()
-    if world > 1:
-        sums = sums.to(config["device"])
-        dist.all_reduce(sums)
-    nats, count, size = sums.tolist()
-    values = {"val_loss": nats / max(count, 1), "val_bpb": nats / math.log(2) / size if size else None}
+            loss = net(x.to(device), y.to(device), **context)[1].item()
+        targets = (y >= 0).sum().item()
+        sums += torch.tensor([loss * targets, targets, size], dtype=torch.float64)
+    nats, targets, size = over_processes(sums).tolist()
+    values = {"val_loss": nats / max(targets, 1), "val_bpb": None}
+    if size:
+        values["val_bpb"] = nats / math.log(2) / size
     if "task" in meta and master:
         from experiments.tasks import accuracy
         with autocast:
-            values |= accuracy(raw, val_data, task_tokenizer)
+            values |= accuracy(raw, val_data, tok)
     net.train()
     return values
 
 
-if config["bench"]:                                            # the model and its dense baseline, step by step in turn
-    zipf = 1.0 / np.arange(1, model_config.vocab_size + 1)     # Zipf's law: roughly the token frequencies of text
-    racers, draw = {"model": (net, raw, optimizers)}, np.random.default_rng(config["seed"])
-    if any(getattr(model_config, k) != v for k, v in getattr(module, "DENSE", {}).items()):
-        base = build(module.Config(**{**vars(model_config), **module.DENSE}))
-        racers["dense"] = (torch.compile(base) if config["compile"] else base, base, build_optimizers(base))
-    times = {name: [] for name in racers}
-    for i in range(15):                                        # three to warm up, twelve that count
-        if folder:
-            x, y, context = fetch(i)
-        else:
-            batch = torch.from_numpy(draw.choice(len(zipf), size=(rows, config["block_size"] + 1), p=zipf / zipf.sum()))
-            x, y, context = batch[:, :-1], batch[:, 1:], {}
-        for name, (racer, base, its_optimizers) in racers.items():
-            start = time.perf_counter()
-            train_step(racer, list(base.parameters()), its_optimizers, x, y, context, min(i, config["max_iters"] - 1))
-            times[name] += [time.perf_counter() - start] * (i >= 3)
-    for name, seconds in ((name, float(np.median(t))) for name, t in times.items()):
-        pace, ratio = config["batch_tokens"] / seconds, seconds / float(np.median(times.get("dense", times["model"])))
-        print(f"{name:5} {1e3 * seconds:8.1f} ms a step, {pace:,.0f} tok/s, {ratio:.3f} of dense,{usage(racers[name][1].flops_per_token() * pace / world)}")
-    print(f"medians of 12 steps in turn; peak memory is of both; torch {torch.__version__}, {torch.get_num_threads()} threads")
-    sys.exit(0)
-
-
 # ---------------------------------------------------------------- what a run leaves behind
-def check_losses():
-    """Stop, with step and rows named, if one of the losses since the last look is not a number."""
-    for n, loss in recent:
-        if not math.isfinite(loss):
-            last = f"; {out}/ckpt.pt holds the last good state" if (out / "ckpt.pt").exists() else ""
-            first = (config["skip_steps"] + n - 1) * rows
-            sys.exit(f"train.py: the loss is {float(loss)} at step {n}, rows {first} to {first + rows - 1} of the data order; "
-                     f"try a learning_rate below {config['learning_rate']:g}, or grad_clip=1{last}")
-    recent.clear()
+def must_be_finite(value, what):
+    there = (out / "ckpt.pt").exists()
+    last = f"; {out}/ckpt.pt holds the last good state" if there else ""
+    need(math.isfinite(value), f"{what} is not a number at step {step}; try a learning_rate below "
+         f"{learning_rate:g}, or grad_clip=1{last}")
 
 
-def save(text):
-    check_losses()
-    if master:
-        write_checkpoint(out / "ckpt.pt", {
-            "format": "nanomem-1", "model": raw.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step, "rng": torch.get_rng_state(),
-            "config": config, "model_config": dict(vars(model_config)), "train": progress, "data": {**meta, "folder": str(folder)}})
-    if hasattr(raw, "settle"):
-        raw.settle(out, True)
-    show(f"{text} | saved {out}/ckpt.pt")
-
-
-def score(val_loss, val_bpb, accuracy=None, recall=None, **parts):
-    second = f"accuracy {accuracy:.4f}" if accuracy is not None else "bpb n/a" if val_bpb is None else f"bpb {val_bpb:.4f}"
-    return f"val {val_loss:.4f} {second}" + (f" recall {recall:.3f}" if recall is not None else "")
+def begin_output():
+    """What an earlier run has left moves aside; what sample.py wants of the data comes here. On
+    resume the log ends at the checkpoint: what came after is done again."""
+    if resume:
+        (out / "result.json").unlink(missing_ok=True)
+        (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+        return
+    for name in OUTPUTS:
+        if (out / name).exists():
+            os.replace(out / name, out / f"previous-{name}")
+            show(f"an earlier run's {out}/{name} is now previous-{name}")
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".npz") and file.name != "meta.json":
+            (out / file.name).write_bytes(file.read_bytes())
 
 
 def log_line(**values):
-    with open(out / "log.jsonl", "a") as f:
-        f.write(json.dumps(values) + "\n")
-    if wandb is not None:
-        wandb.log({k: v for k, v in values.items() if v is not None}, step=values["step"])
-
-
-def show(text, live=False):
-    """A line; on a terminal a live one, cut to 79 columns, is overwritten by the next."""
+    log.append(values)
     if master:
-        tty = sys.stdout.isatty()
-        print(("\r\033[K" if tty else "") + (text[:79] if live else text), end="" if live and tty else "\n", flush=True)
+        with open(out / "log.jsonl", "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def save(text):
+    """The checkpoint; never one whose weights are not finite: the earlier one stays."""
+    for name, p in raw.named_parameters():
+        must_be_finite(p.detach().sum().item(), name)
+    if master:
+        write_checkpoint(out / "ckpt.pt", {
+            "format": "nanomem-1", "model": raw.state_dict(), "step": step, "log": log,
+            "optimizers": [o.state_dict() for o in optimizers], "rng": torch.get_rng_state(),
+            "config": config, "model_config": dict(vars(model_config)), "train": progress,
+            "data": {**meta, "folder": str(folder)}})
+    show(f"{text} | saved {out}/ckpt.pt")
+
+
+def describe(values):
+    """What an evaluation says in the log."""
+    text = f"val {values['val_loss']:.4f} bpb n/a"
+    if values["val_bpb"] is not None:
+        text = f"val {values['val_loss']:.4f} bpb {values['val_bpb']:.4f}"
+    for key in ("accuracy", "recall"):
+        if key in values:
+            text += f" {key} {values[key]:.3f}"
+    return text
 
 
 def clock(seconds):
     return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
 
 
-token_bytes = load_token_bytes(folder)
-token_bytes = torch.from_numpy(token_bytes) if token_bytes is not None else None
-if config["eval_only"]:
-    show(score(**evaluate()))
-    sys.exit(0)
-if master:
-    out.mkdir(parents=True, exist_ok=True)
-    homes = [p.name for p in out.glob("ckpt.*.home") if (out / "ckpt.pt").exists()]      # the checkpoint's own, not what a killed run left
-    for name in [name for name in (*homes, "ckpt.pt", "log.jsonl") if not resume and (out / name).exists()]:
-        os.replace(out / name, out / f"previous-{name}")
-        print(f"an earlier run's {out}/{name} is now previous-{name}")
-    (out / "result.json").unlink(missing_ok=True)
-    for file in [folder / name for name in ("tokenizer.json", "retriever.npz") if (folder / name).exists()]:
-        (out / file.name).write_bytes(file.read_bytes())       # so that sample.py does not need the data
-    if resume:                                                 # the log up to the checkpoint: what came after is done again
-        lines = [line for line in (out / "log.jsonl").read_text().splitlines(True) if line.endswith("}\n") and json.loads(line)["step"] <= step]
-        (out / "log.jsonl.tmp").write_text("".join(lines))
-        os.replace(out / "log.jsonl.tmp", out / "log.jsonl")
-        show(f"resumed {out}/ckpt.pt at step {step} of {config['max_iters']}")
-    if config["wandb_log"]:
-        import wandb
-        wandb.init(project=config["wandb_project"], name=config["wandb_run_name"] or out.name, config=config, resume="allow")
+def peak_memory():
+    """Bytes: the most that the GPU's allocator held, or else the process's resident set."""
+    if gpu:
+        return torch.cuda.max_memory_allocated()
+    import resource
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def usage(pace):
+    """" mfu 41% 11.2G" at so many tokens/s: FLOP/s as a share of an H100's dense bf16 peak, 989e12 by
+    its data sheet, on such a GPU, and peak memory."""
+    text = f" {peak_memory() / 2 ** 30:.1f}G"
+    if gpu and any(name in torch.cuda.get_device_name() for name in ("H100", "H200")):
+        text = f" mfu {flops * pace / world / 989e10:.0f}%{text}"
+    return text
+
 
 # ---------------------------------------------------------------- the run
-recent, step_times, first_step, params, loss, stop = [], [], step, list(raw.parameters()), None, []
-if hasattr(raw, "settle"):
-    raw.settle(out, resume)                                    # what of the model lies in files of its own
+first_step, step_times, losses = step, [], []
+stop = []                                          # the signals that came
 
 
 def interrupted(number, frame):
-    """The first Ctrl-C (or SIGTERM) lets the step end, so that the checkpoint is exact; the second stops at once."""
-    if stop:
+    """The first Ctrl-C (or SIGTERM) lets the step end, so that the checkpoint is exact; the second
+    stops at once, but not under torchrun, which sends several."""
+    if stop and world == 1:
         raise KeyboardInterrupt
     stop.append(number)
 
 
-if world == 1:                                                 # torchrun stops its processes itself
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupted)
+def leave(code):
+    """The end of a process; gloo's threads now and then abort the interpreter's own way out."""
+    if locked is not None:
+        locked.close()
+    if world > 1:
+        dist.barrier()                             # nobody leaves while another works on
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
+
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, interrupted)
+if resume and master:
+    show(f"resumed {out}/ckpt.pt at step {step} of {max_iters}")
+    begin_output()
 try:
-    batch = fetch(step) if step < config["max_iters"] else None
-    if config["compile"] and batch:                            # compile before the clock runs: a step's gradients, thrown away
-        forward_backward(net, *batch)
+    batch = fetch(step) if step < max_iters else None
+    if compile and batch:                          # before the clock runs: gradients, thrown away
+        forward_backward(*batch)
         raw.zero_grad(set_to_none=True)
-    if config["profile"]:
-        with torch.profiler.profile(acc_events=True) as trace:     # without it torch 2.11 warns
-            for i in range(3):
-                train_step(net, params, optimizers, *batch, i)
-        trace.export_chrome_trace(str(out / "trace.json"))
-        sys.exit(f"wrote {out}/trace.json: open it in chrome://tracing or ui.perfetto.dev")
     while True:
-        if (step % config["eval_interval"] == 0 or step == config["max_iters"]) and not (resume and step == first_step):
+        due = step % eval_interval == 0 or step == max_iters
+        if due and not (resume and step == first_step):
             values = evaluate()
-            better = values["val_loss"] < progress["best"]
-            progress |= values | {"best": min(values["val_loss"], progress["best"])}
-            text = f"{step:5}/{config['max_iters']} {score(**values)} | trained {clock(progress['train_seconds'])}"
-            if master:
-                log_line(step=step, **values, train_seconds=progress["train_seconds"])
-            if step and (config["always_save_checkpoint"] or better):
+            must_be_finite(values["val_loss"], "the validation loss")
+            if master and step == first_step:
+                begin_output()
+            progress |= values
+            log_line(step=step, **values, train_seconds=progress["train_seconds"])
+            trained = clock(progress["train_seconds"])
+            text = f"{step:5}/{max_iters} {describe(values)} | trained {trained}"
+            if step:
                 save(text)
             else:
                 show(text)
-        if stop:
-            save(f"{step:5}/{config['max_iters']} interrupted")
-            sys.exit(f"train.py: stopped; go on with: python train.py --model={config['model']} --out_dir={out} --init_from=resume")
-        if step == config["max_iters"]:
+        if over_processes(torch.tensor(len(stop))) > 0:        # all end after the same step
+            save(f"{step:5}/{max_iters} interrupted")
+            if master:
+                print(f"train.py: stopped; go on with: python train.py --model={model} "
+                      f"--out_dir={out} --init_from=resume", file=sys.stderr)
+            leave(1)
+        if step == max_iters:
             break
         start = time.perf_counter()
-        if hasattr(raw, "begin_step"):
-            raw.begin_step(step, config["max_iters"])
-        logged = (step + 1) % config["log_interval"] == 0 or step + 1 == config["max_iters"]
-        following = fetch(step + 1) if step + 1 < config["max_iters"] else None
-        loss, norm = train_step(net, params, optimizers, *batch, step, logged)
+        logged = (step + 1) % log_interval == 0 or step + 1 == max_iters
+        following = fetch(step + 1) if step + 1 < max_iters else None
+        loss, norm = train_step(batch, step, logged)
         step, batch = step + 1, following
-        recent.append((step, loss))
+        losses.append(loss)
         step_times.append(time.perf_counter() - start)
         progress["train_seconds"] += step_times[-1]
         if logged:
-            check_losses()
-            pace, lr = config["batch_tokens"] / float(np.median(step_times[-50:])), config["learning_rate"] * schedule_factor(step - 1)
-            if master:
-                log_line(step=step, loss=float(loss), lr=lr, grad_norm=float(norm), tokens=step * config["batch_tokens"], tokens_per_second=pace)
-            show(f"{step:5}/{config['max_iters']} loss {float(loss):.4f} lr {lr:.1e} |g| {float(norm):.2f} {pace / 1e3:.1f}k tok/s"
-                 f"{usage(flops * pace / world)} eta {clock((config['max_iters'] - step) * config['batch_tokens'] / pace)}", live=True)
-except (torch.OutOfMemoryError, RuntimeError) as error:
-    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-        raise
-    sys.exit(f"train.py: out of memory with batch_size={config['batch_size']}: try --batch_size={max(1, config['batch_size'] // 2)}; "
-             "accumulation makes up for it")
+            pace = batch_tokens / median(step_times[-50:])
+            lr = learning_rate * schedule_factor(step - 1)
+            must_be_finite(sum(losses).item(), f"one of the last {len(losses)} training losses")
+            losses.clear()
+            log_line(step=step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
+                     tokens=step * batch_tokens, tokens_per_second=pace)
+            eta = clock((max_iters - step) * batch_tokens / pace)
+            show(f"{step:5}/{max_iters} loss {loss.item():.4f} lr {lr:.1e} |g| {norm.item():.2f} "
+                 f"{pace / 1e3:.1f}k tok/s{usage(pace)} eta {eta}", live=True)
+except RuntimeError as error:
+    memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    smaller = max(1, batch_size // 2)
+    need(not memory, f"out of memory with batch_size={batch_size}: try --batch_size={smaller}; "
+         "accumulation makes up for it")
+    raise
 
-# ---------------------------------------------------------------- the end: result.json, picture, sample
+# ---------------------------------------------------------------- the end: result, picture, sample
+
+
+def plot_losses():
+    """The loss curves of the log as a picture."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    for key, style in (("loss", "C0-"), ("val_loss", "C3o-")):
+        rows = [row for row in log if key in row]
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], style, label=key)
+    axes.set(xlabel="step", ylabel="nats per token", title=f"model_{model}.py on {folder.name}")
+    axes.legend()
+    figure.savefig(out / "loss.png", dpi=100)
+
+
 if master:
     from experiments.run import commit, source_hash
-    seconds = float(np.median(step_times)) if step_times else None
-    curve = [line for line in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "val_loss" in line]
-    result = {"model": config["model"], "seed": config["seed"], **progress, "curve": curve, "train_loss": None if loss is None else float(loss), "params": counts,
-              "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds, "tokens_per_second": seconds and config["batch_tokens"] / seconds,
-              "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * config["batch_tokens"], "iters": step, "threads": torch.get_num_threads(),
-              "device": torch.cuda.get_device_name() if gpu else f"{config['device']} {platform.machine()}", "torch": torch.__version__,
-              "commit": commit(), "data_id": meta["data_id"], "source_hash": source_hash(config["model"]),
-              "config": config, "model_config": vars(model_config), "date": datetime.date.today().isoformat()}
+    seconds = median(step_times) if step_times else None
+    trained_loss = [row["loss"] for row in log if "loss" in row]
+    result = {
+        "model": model, "seed": seed, **progress, "curve": [row for row in log if "val_loss" in row],
+        "train_loss": trained_loss[-1] if trained_loss else None,
+        "params": counts, "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds,
+        "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * batch_tokens,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if gpu else f"{device} {platform.machine()}",
+        "dtype": dtype, "torch": torch.__version__, "commit": commit(), "data_id": meta["data_id"],
+        "source_hash": source_hash(model), "config": config,
+        "date": datetime.date.today().isoformat()}
     (out / "result.json").write_text(json.dumps(result, indent=1))
-    plot_losses(out / "log.jsonl", out / "loss.png", f"model_{config['model']}.py on {folder.name}")
-    for key, value, goal in (("bpb", progress["val_bpb"], config["target_bpb"]), ("loss", progress["val_loss"], config["target_loss"])):
+    plot_losses()
+    for key, value, goal in (("bpb", progress["val_bpb"], target_bpb),
+                             ("loss", progress["val_loss"], target_loss)):
         if goal and value:
-            show(f"target {key} {goal}: {'met' if value <= goal else 'missed'} with {value:.4f} after {clock(progress['train_seconds'])} of training")
-    if config["sample_tokens"]:
-        tok, start = prepare_fineweb.get_tokenizer(str(folder)), torch.tensor([[meta["eot"]]], device=config["device"])
-        rng = torch.Generator(config["device"]).manual_seed(config["seed"])
-        ids = torch.cat(list(generate(raw.eval(), start, config["sample_tokens"], temperature=0.8, top_k=50, generator=rng)))
-        print(f"\na sample:\n{tok.decode(ids.flatten().tolist())}\n")
-    kept = (out / "ckpt.pt").exists()                          # always_save_checkpoint=False keeps none that is no better than the start
-    print(f"checkpoint {f'{out}/ckpt.pt' if kept else 'none'}, log {out}/log.jsonl, curve {out}/loss.png, result {out}/result.json"
-          + f"\nnext: python sample.py --out_dir={out} --prompt=\"...\"" * kept)
-if world > 1:
-    if wandb is not None:
-        wandb.finish()
-    dist.barrier()                                             # nobody leaves while another works on
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)                                                # gloo's threads now and then abort the interpreter's own way out
+            met = "met" if value <= goal else "missed"
+            trained = clock(progress["train_seconds"])
+            show(f"target {key} {goal}: {met} with {value:.4f} after {trained} of training")
+    if sample_tokens:
+        begin = torch.tensor([[meta["eot"]]], device=device)
+        rng = torch.Generator(device).manual_seed(seed)
+        ids = generate(raw.eval(), begin, sample_tokens, temperature=0.8, top_k=50, generator=rng)
+        show(f"\na sample:\n{tok.decode([int(i) for i in ids])}\n")
+    show(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result "
+         f"{out}/result.json\nnext: python sample.py --out_dir={out} --prompt=\"...\"")
+leave(0)

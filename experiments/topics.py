@@ -26,7 +26,7 @@ from scipy.sparse import csr_array
 FIT_WINDOWS = 50_000     # the embedder is fitted to so many windows
 
 
-# ------------------------------------------------------------------ embedders: texts -> unit vectors
+# ------------------------------------------------------------------ text -> unit vector
 
 class HashEmbedder:
     """
@@ -42,7 +42,7 @@ class HashEmbedder:
     @classmethod
     def fit(cls, texts, path=""):
         counts = cls.count(texts)                                            # (N, buckets)
-        present = np.bincount(counts.indices, minlength=cls.buckets)         # texts with a word of it
+        present = np.bincount(counts.indices, minlength=cls.buckets)         # texts with it
         idf = np.log((1 + len(texts)) / (1 + present)) + 1
         weighted = counts * idf
         norm = np.sqrt((weighted * weighted).sum(1))
@@ -92,8 +92,8 @@ class MiniLM:
             self.model = AutoModel.from_pretrained(path).eval()
         except (OSError, ValueError) as error:
             raise ValueError(f"embedder=minilm: {path} cannot be loaded "
-                             f"({str(error).splitlines()[0]}); --embedder_path=FOLDER names a local "
-                             "copy") from None
+                             f"({str(error).splitlines()[0]}); --embedder_path=FOLDER names a "
+                             "local copy") from None
         seen = self([self.probe])[0].numpy()
         self.state = state or {"probe": seen}     # what it makes of one sentence
         known = self.state["probe"]
@@ -150,9 +150,9 @@ def walk(x, centroids, blocked=()):
 
 def k_means(x, k, generator, sample=6400, steps=20, limit=1.5):
     """
-    k centroids of x (N, c): k-means++ and then EM, every step on a fresh sample. A cluster with more
-    than limit/k of the sample gives half of its points, drawn at random, to the smallest; so the
-    E-step is balanced, the M-step is the plain mean.
+    k centroids of x (N, c): k-means++ and then EM, every step on a fresh sample. A cluster with
+    more than limit/k of the sample gives half of its points, drawn at random, to the smallest; so
+    the E-step is balanced, the M-step is the plain mean.
     """
     points = draw(x, sample, generator)
     centroids = points[:1]
@@ -200,8 +200,8 @@ class Retriever:
             counts = torch.bincount(node, minlength=above)
             if counts.min() < 4 * k:
                 raise ValueError(f"clusters={clusters}: at level {level} a node has {counts.min()} "
-                                 f"windows to split {k} ways and needs {4 * k}: take fewer clusters, "
-                                 "a smaller window, or more text")
+                                 f"windows to split {k} ways and needs {4 * k}: take fewer "
+                                 "clusters, a smaller window, or more text")
             parts = [k_means(x[node == parent], k, generator) for parent in range(above)]
             centroids.append(torch.cat(parts))
             node = walk_all(x, centroids)[:, -1]
@@ -313,7 +313,7 @@ def pack(tokens, spans, leaves, eot, length, rng):
     order = rng.permutation(len(spans))
     for leaf in np.unique(leaves):
         ids, mask = [], []
-        ended = False     # the window before was its document's last: then the next eot is predicted
+        ended = False     # with the window before its document did: then this eot is predicted
         for a, b, _, last in spans[order[leaves[order] == leaf]]:
             ids += [[eot], tokens[a:b]]
             mask += [[ended], np.ones(b - a)]
@@ -330,7 +330,7 @@ def pack(tokens, spans, leaves, eot, length, rng):
 
 
 def prefix_agreement(retriever, texts, paths):
-    """{words: (p,) or None}: how often the first words of a longer text take the path of the whole."""
+    """{words: (p,) or None}: how often the first words of a longer text take its whole path."""
     agreement = {}
     for n in (10, 32, 128):
         words = [text.split() for text in texts]
