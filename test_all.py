@@ -46,7 +46,6 @@ import prepare_fineweb as pf
 import sample
 from experiments import analysis, tasks
 from experiments import run as runner
-from model_hiermem import Retriever, walk
 from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, load_meta, load_token_bytes, prepare
 
 torch.set_num_threads(1)                                       # sizes here are tiny
@@ -3716,157 +3715,266 @@ KINDS = ("ffn", "lora_qk", "lora_vo", "lora_ffn", "kv")
 TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
 
 
-@pytest.mark.parametrize("preset, total, fetched, bank", [
-    ("openlm_160m", 163_510_016, 18_063_360, 4_624_220_160), ("openlm_410m", 411_665_408, 49_545_216, 12_683_575_296), ("openlm_1b", 1_439_893_504, 153_354_240, None)])
-def test_hiermem_parameter_counts(preset, total, fetched, bank):
-    fields = model_hiermem.PRESETS[preset]
+@pytest.mark.parametrize("preset, fields, anchor, fetched, bank", [
+    ("openlm_160m", {}, 163_510_016, 18_063_360, 4_624_220_160),                         # Table 1
+    ("openlm_410m", {}, 411_665_408, 49_545_216, 12_683_575_296),
+    ("openlm_1b", {}, 1_439_893_504, 153_354_240, 21_139_292_160),
+    ("openlm_410m", dict(n_layer=12, ranks="3840,336,6,0"),                              # Table 8
+     257_475_584, 154_165_248, 6_341_787_648),
+    ("openlm_410m", dict(n_layer=17, ranks="1445,256,8,0"),
+     321_721_344, 89_250_816, 6_341_246_976),
+    ("openlm_410m", dict(n_layer=19, ranks="870,226,9,0"),
+     347_419_648, 64_496_640, 6_341_099_520),
+    ("openlm_410m", dict(n_layer=21, ranks="384,200,10,0"),
+     373_117_952, 38_320_128, 6_341_787_648),
+    ("openlm_410m", dict(n_layer=22, ranks="264,94,16,0"),
+     385_967_104, 25_276_416, 6_341_001_216),
+    ("", dict(vocab_size=4096, n_layer=7, n_embd=128, n_head=4),                         # on a CPU
+     2_363_008, 236_544, 5_505_024),
+])
+def test_hiermem_parameter_counts(preset, fields, anchor, fetched, bank):
+    fields = {**model_hiermem.PRESETS.get(preset, {}), **fields}
     with torch.device("meta"):
-        anchor, model = (model_hiermem.Model(model_hiermem.Config(**{**fields, **more})) for more in (dict(memory="none"), dict()))
-    counts = model.param_counts()
-    assert anchor.param_counts()["total"] == total == counts["total"] - counts["memory"] - counts["generic"]
-    assert counts["generic"] == fetched and bank in (None, counts["memory"])
-    assert model.param_counts()["active"] == anchor.param_counts()["active"] + fetched
-
-
-@pytest.mark.parametrize("layers, total, ranks, fetched, bank", [
-    (12, 257_475_584, "3840,336,6,0", 154_165_248, 6_341_787_648), (17, 321_721_344, "1445,256,8,0", 89_250_816, 6_341_246_976),
-    (19, 347_419_648, "870,226,9,0", 64_496_640, 6_341_099_520), (21, 373_117_952, "384,200,10,0", 38_320_128, 6_341_787_648),
-    (22, 385_967_104, "264,94,16,0", 25_276_416, 6_341_001_216)])
-def test_hiermem_table_8(layers, total, ranks, fetched, bank):
-    with torch.device("meta"):
-        counts = model_hiermem.Model(model_hiermem.Config(**{**model_hiermem.PRESETS["openlm_410m"], "n_layer": layers, "ranks": ranks})).param_counts()
-    assert (counts["total"] - counts["memory"] - counts["generic"], counts["generic"], counts["memory"]) == (total, fetched, bank)
+        model = model_hiermem.Model(model_hiermem.Config(**fields))
+        dense = model_hiermem.Model(model_hiermem.Config(**{**fields, "memory": "none"}))
+    counts, alone = model.param_counts(), dense.param_counts()
+    assert alone["total"] == anchor == counts["total"] - counts["memory"] - counts["generic"]
+    assert (counts["generic"], counts["memory"]) == (fetched, bank)
+    assert counts["active"] == alone["active"] + fetched
 
 
 def test_hiermem_block_sizes_of_every_kind_and_table_9():
-    config = lambda **fields: model_hiermem.Config(**{**model_hiermem.PRESETS["openlm_160m"], "ranks": "0,64,0,0", **fields})
-    r, L, d, width, d_f = 64, 35, 512, 12 * 32, 2048
-    for kind, size in dict(ffn=3 * d, lora_qk=2 * (d + width), lora_vo=2 * (d + width), lora_ffn=3 * (d + d_f), kv=2 * width).items():
-        assert config(memory=kind).level_sizes == (0, r * L * size, 0, 0)
-    places = {name: config(layers=name) for name in ("all", "early", "middle", "late")}
-    assert len({c.level_sizes for c in places.values()}) == 1 and places["late"].level_ranks == (0, 224, 0, 0)
-    assert [list(c.memory_layers)[::9] for c in places.values()][1:] == [[0, 9], [12, 21], [25, 34]]
-    small = model_hiermem.Config(vocab_size=4096, n_layer=7, n_embd=128, n_head=4)         # the CPU experiments' anchor
-    with torch.device("meta"):
-        counts = model_hiermem.Model(small).param_counts()
-    assert counts["total"] - counts["memory"] - counts["generic"] == 2_363_008 and counts["memory"] == 7 * 3 * 128 * (8 * 64 + 64 * 24)
+    fields = dict(model_hiermem.PRESETS["openlm_160m"], ranks="0,64,0,0")
+    d, heads, d_f = 512, 12 * 32, 2048
+    for memory, size in (
+        ("ffn", 3 * d),
+        ("lora_qk", 2 * (d + heads)),
+        ("lora_vo", 2 * (d + heads)),
+        ("lora_ffn", 3 * (d + d_f)),
+        ("kv", 2 * heads),
+    ):
+        config = model_hiermem.Config(**fields, memory=memory)
+        assert config.level_sizes == [0, 64 * 35 * size, 0, 0]
+    for place, first in dict(early=0, middle=12, late=25).items():
+        config = model_hiermem.Config(**fields, memory_layers=place)
+        assert list(config.layers) == list(range(first, first + 10))
+        assert config.level_ranks == [0, 224, 0, 0]
+        assert config.level_sizes == model_hiermem.Config(**fields).level_sizes
 
 
 @pytest.mark.parametrize("memory", KINDS)
 def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(memory):
-    model, idx = make("hiermem", randomize=False, memory=memory, **TREE), some_tokens(4)
-    leaf = torch.tensor([0, 3, -1, 5])
-    assert torch.equal(model(idx, leaf=leaf)[0], model(idx, leaf=None)[0]), "bit for bit the anchor"
+    model = make("hiermem", randomize=False, memory=memory, **TREE)
+    idx, leaf = some_tokens(4), torch.tensor([0, 3, -1, 5])
     with torch.no_grad():
+        anchor = model(idx, leaf=None)[0]
+        assert torch.equal(model(idx, leaf=leaf)[0], anchor), "bit for bit the anchor"
         model.bank["1"].table[1] += 0.3                        # leaves 2 and 3
         model.bank["2"].table[-1] += 0.3                       # generic
-    moved = (model(idx, leaf=leaf)[0] - model(idx, leaf=None)[0]).abs().amax((1, 2)) > 1e-4
-    assert moved.tolist() == [False, True, True, False]
+        moved = (model(idx, leaf=leaf)[0] - anchor).abs().amax((1, 2))
+    assert (moved > 1e-4).tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("memory, stds", [("ffn", [128 ** -0.5, 128 ** -0.5, 0]), ("kv", [128 ** -0.5, 0]), ("lora_vo", [384 ** -0.5, 0] * 2),
-                                          ("lora_ffn", [384 ** -0.5, 0, 384 ** -0.5, 0, 768 ** -0.5, 0])])
+@pytest.mark.parametrize("memory, stds", [                    # of the parts, as powers -1/2
+    ("ffn", [128, 128, 0]),
+    ("kv", [128, 0]),
+    ("lora_vo", [384, 0, 384, 0]),
+    ("lora_ffn", [384, 0, 384, 0, 768, 0]),
+])
 def test_hiermem_blocks_start_with_these_standard_deviations(memory, stds):
-    """Width 128, FFN 256: 1/sqrt(d) for gates and keys, Kaiming's uniform for A, and zero for what is added to the anchor's output."""
+    """Width 128, FFN 256: 1/sqrt(d) for gates and keys, Kaiming's uniform for A, and zero for what
+    is added to the anchor's output."""
     model = make("hiermem", randomize=False, memory=memory, n_embd=128, n_inner=256)
-    widths = [width for width, _ in model.config.kind.parts(model.config).values()]
+    widths = list(model.config.kind.widths(model.config).values())
     for table in model.bank.parameters():
-        assert [part.std().item() for part in table.view(-1, sum(widths)).split(widths, 1)] == pytest.approx(stds, rel=0.03)
+        parts = table.detach().view(-1, sum(widths)).split(widths, 1)
+        for part, width in zip(parts, stds):
+            want = width ** -0.5 if width else 0
+            assert part.std().item() == pytest.approx(want, rel=0.03)
+        assert not torch.equal(table[0], table[1]), "a block has numbers of its own"
 
 
-def test_hiermem_everything_decays_and_the_bank_learns_by_rows():
-    for sparse, kind, rate in ((True, "rows", 1.0), (False, "adamw", 1.0), (True, "rows", 0.25)):
-        groups = make("hiermem", sparse_memory=sparse, memory_lr=rate).param_groups("adamw", 1e-3, 0.05)
-        assert [(g["kind"], g["lr"], g["weight_decay"], g["schedule"]) for g in groups] == [("adamw", 1e-3, 0.05, True), (kind, rate * 1e-3, 0.05, True)]
+@pytest.mark.parametrize("fields, kind, rate", [
+    (dict(), "rows", 1e-3),
+    (dict(sparse_memory=False), "adamw", 1e-3),
+    (dict(memory_lr=0.25), "rows", 0.25e-3),
+])
+def test_hiermem_everything_decays_and_the_bank_learns_by_rows(fields, kind, rate):
+    model = make("hiermem", **fields)
+    anchor, bank = model.param_groups("adamw", 1e-3, 0.05)
+    assert bank.pop("params") == list(model.bank.parameters())
+    assert bank == dict(kind=kind, lr=rate, weight_decay=0.05, schedule=True)
+    anchor.pop("params")
+    assert anchor == dict(kind="adamw", lr=1e-3, weight_decay=0.05, schedule=True)
+
+
+def test_hiermem_a_frozen_anchor_has_no_gradients_and_costs_a_third_less():
+    model = make("hiermem", frozen=True)
+    learns = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learns == {"bank.1.table", "bank.2.table"}
+    anchor = make("hiermem", memory="none")
+    attention = 12 * 3 * 16 * 32
+    weights = (anchor.flops_per_token() - attention) / 6
+    fetched = sum(model.config.level_sizes)
+    assert model.flops_per_token() == 4 * weights + 6 * fetched + attention
+
+
+def slow_block(model, layer, leaf):
+    """All that is fetched for a layer: (R, width)."""
+    c, rows = model.config, []
+    for level, (n, r) in enumerate(zip(c.nodes, c.level_ranks), 1):
+        table = model.bank[str(level)].table
+        node = leaf * n // c.nodes[-1]                         # -1: the last row
+        row = table[node]
+        rows.append(row.view(c.n_layer, r, -1)[layer])
+    return torch.cat(rows)
 
 
 def slow_hiermem(model, idx, leaf):
-    """One sequence, its path's memories applied as Appendix I's figures have them: weights patched, channels and keys concatenated."""
-    c, d, H, d_h = model.config, model.config.n_embd, model.config.n_head, model.config.head_dim
-    blocks = [[] for _ in range(c.n_layer)]
-    for level, n in enumerate(c.nodes, 1):
-        table = model.bank[str(level)].table
-        row = (table[-1] if leaf == -1 else table[leaf // (c.nodes[-1] // n)]).view(c.n_layer, c.level_ranks[level - 1], -1)
-        for layer in range(c.n_layer):
-            blocks[layer].append(row[layer])
-    norm = lambda m, x: x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * m.weight
-    angle = torch.arange(len(idx), dtype=torch.double)[:, None] * 1e5 ** (-torch.arange(0, d_h, 2) / d_h)
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-    rotate = lambda x: torch.cat(torch.view_as_real(torch.complex(*x.chunk(2, -1)) * turn).unbind(-1), -1)
+    """One sequence, its path's memories applied as Appendix I's figures have them: weights patched,
+    channels and keys concatenated."""
+    c, T = model.config, len(idx)
+    H, d_h = c.n_head, c.head_dim
+    theta = 1e5 ** (-torch.arange(0, d_h, 2) / d_h)
+    angle = torch.arange(T, dtype=torch.double)[:, None, None] * theta
+    turn = torch.polar(torch.ones_like(angle), angle)          # (T, 1, d_h/2)
+
+    def norm(m, x):
+        size = (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return x / size * m.weight
+
+    def rotate(x):
+        turned = torch.complex(*x.chunk(2, -1)) * turn
+        return torch.cat((turned.real, turned.imag), -1)
+
+    document = (idx == c.eot).cumsum(0)
+    allowed = (document[:, None] == document).tril()
     x = model.embed.weight[idx]
-    for block, parts in zip(model.blocks, blocks):
-        M = torch.cat(parts)                                   # (R, width)
-        W = {name: getattr(block.attn, f"W_{name.upper()}").weight for name in "qkvo"} | {n: getattr(block.mlp, n).weight for n in ("gate", "up", "down")}
-        names = {"lora_qk": "q k", "lora_vo": "v o", "lora_ffn": "gate up down"}.get(c.memory, "").split()
-        at = 0
-        for name in names:
+    for layer, block in enumerate(model.blocks):
+        M = slow_block(model, layer, leaf)
+        attn, mlp = block.attn, block.mlp
+        W = {
+            "q": attn.W_Q.weight,
+            "k": attn.W_K.weight,
+            "v": attn.W_V.weight,
+            "o": attn.W_O.weight,
+            "gate": mlp.gate.weight,
+            "up": mlp.up.weight,
+            "down": mlp.down.weight,
+        }
+        patched = {"lora_qk": "q k", "lora_vo": "v o", "lora_ffn": "gate up down"}
+        left = M
+        for name in patched.get(c.memory, "").split():
             out, inner = W[name].shape
-            A, B = M[:, at:at + inner], M[:, at + inner:at + inner + out].T
-            W[name], at = W[name] + 2 * B @ A, at + inner + out
+            A, B, left = left.split([inner, out, left.size(1) - inner - out], 1)
+            W[name] = W[name] + 2 * B.T @ A
         h = norm(block.attn_norm, x)
-        q, k, v = norm(block.attn.q_norm, h @ W["q"].T).view(-1, H, d_h), norm(block.attn.k_norm, h @ W["k"].T).view(-1, H, d_h), (h @ W["v"].T).view(-1, H, d_h)
-        document = (idx == c.eot).cumsum(0)
+        q = norm(attn.q_norm, h @ W["q"].T).view(T, H, d_h)
+        k = norm(attn.k_norm, h @ W["k"].T).view(T, H, d_h)
+        v = (h @ W["v"].T).view(T, H, d_h)
         scores = torch.einsum("thd,shd->hts", rotate(q), rotate(k)) / d_h ** 0.5
-        allowed = torch.ones_like(scores[0]).tril().bool() & (document[:, None] == document)
-        y = torch.einsum("hts,shd->thd", scores.masked_fill(~allowed, -math.inf).softmax(-1), v)
+        seen = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+        y = torch.einsum("hts,shd->thd", seen, v)
         if c.memory == "kv":
-            keys, values = (t.view(-1, H, d_h) for t in M.chunk(2, 1))
-            y = y + torch.einsum("htr,rhd->thd", (torch.einsum("thd,rhd->htr", q, keys) / d_h ** 0.5).softmax(-1), values)
+            keys, values = M.view(-1, 2, H, d_h).unbind(1)
+            found = (torch.einsum("thd,rhd->htr", q, keys) / d_h ** 0.5).softmax(-1)
+            y = y + torch.einsum("htr,rhd->thd", found, values)
         x = x + y.flatten(1) @ W["o"].T
         h = norm(block.mlp_norm, x)
-        gate, up, down = W["gate"], W["up"], W["down"]
         if c.memory == "ffn":                                  # Figure 18: a wider FFN
-            M1, M2, M3 = M.split(d, 1)
-            gate, up, down = torch.cat((gate, M1)), torch.cat((up, M2)), torch.cat((down, M3.T), 1)
-        x = x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
+            M1, M2, M3 = M.chunk(3, 1)
+            W["gate"] = torch.cat((W["gate"], M1))
+            W["up"] = torch.cat((W["up"], M2))
+            W["down"] = torch.cat((W["down"], M3.T), 1)
+        gate = F.silu(h @ W["gate"].T)
+        x = x + (gate * (h @ W["up"].T)) @ W["down"].T
     return norm(model.norm, x) @ model.embed.weight.T
 
 
 @pytest.mark.parametrize("memory", KINDS)
 def test_hiermem_equals_appendix_i_one_sequence_at_a_time_in_values_and_gradients(memory):
     model = make("hiermem", torch.float64, memory=memory, eot=7, sparse_memory=False, **TREE)
-    idx, leaf = some_tokens(5, 9), torch.tensor([3, -1, 3, 2, 0])                            # shared leaves, shared parents
-    idx[:, 0], idx[1, 4] = 7, 7
-    ours, slow = model(idx, leaf=leaf)[0], torch.stack([slow_hiermem(model, row, int(l)) for row, l in zip(idx, leaf)])
+    idx, leaf = some_tokens(5, 9), [3, -1, 3, 2, 0]            # shared leaves and parents
+    idx[:, 0] = idx[1, 4] = 7
+    ours = model(idx, leaf=torch.tensor(leaf))[0]
+    slow = torch.stack([slow_hiermem(model, *pair) for pair in zip(idx, leaf)])
     torch.testing.assert_close(ours, slow.float(), atol=2e-4, rtol=2e-4)
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
     params = list(model.parameters())
-    for a, b in zip(*(torch.autograd.grad((y * weight).sum(), params) for y in (ours, slow))):
-        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    grads = torch.autograd.grad((ours * weight).sum(), params)
+    for grad, want in zip(grads, torch.autograd.grad((slow * weight).sum(), params)):
+        torch.testing.assert_close(grad, want, atol=1e-3, rtol=1e-3)
 
 
 def test_hiermem_attention_stays_inside_a_document():
     model, idx = make("hiermem", eot=7, **TREE), some_tokens(1, 12)
     idx[idx == 7] = 8
     idx[0, 0] = idx[0, 6] = 7
-    logits, alone = model(idx)[0], model(idx[:, 6:])[0]
-    torch.testing.assert_close(logits[:, 6:].softmax(-1), alone.softmax(-1), atol=1e-4, rtol=1e-4)      # RoPE is relative
-    assert not torch.allclose(make("hiermem", eot=-1, **TREE)(idx)[0][:, 7:], logits[:, 7:], atol=1e-2)
+    second = model(idx)[0][:, 6:].softmax(-1)
+    alone = model(idx[:, 6:])[0].softmax(-1)
+    torch.testing.assert_close(second, alone, atol=1e-4, rtol=1e-4)
+    unmasked = make("hiermem", **TREE)(idx)[0][:, 6:].softmax(-1)
+    assert not torch.allclose(unmasked, second, atol=1e-3)
+
+
+def test_hiermem_decoding_goes_on_with_what_the_prompt_has_fetched():
+    model = make("hiermem", torch.float64, **TREE)
+    idx, leaf = some_tokens(2, 9), torch.tensor([4, 1])
+    with torch.no_grad():
+        cache = model.new_cache(2, 9)
+        model(idx[:, :5], cache=cache, leaf=leaf)
+        last = model(idx[:, 5:], cache=cache)[0]
+        want = model(idx, leaf=leaf)[0][:, -1:]
+    torch.testing.assert_close(last, want, atol=2e-5, rtol=1e-4)
 
 
 def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
-    grads = []
-    for sparse in (True, False):
-        model, idx, leaf = make("hiermem", sparse_memory=sparse, **TREE), some_tokens(4, 13), torch.tensor([4, -1, 4, 1])
+    idx, leaf, grads = some_tokens(4, 13), torch.tensor([4, -1, 4, 1]), []
+    for fields in ({}, dict(bank_device="cpu"), dict(sparse_memory=False)):
+        model = make("hiermem", **fields, **TREE)
         for p in model.bank.parameters():
             kernels.keep_coalesced(p)
         for half in (slice(0, 2), slice(2, 4)):                # two micro-batches
-            model(idx[half, :-1], idx[half, 1:], leaf=leaf[half])[1].backward()
-        grads.append([level.table.grad for level in model.bank.values()])
-    assert [g._indices().tolist() for g in grads[0]] == [[[0, 2, 3]], [[1, 4, 6]]], "nodes on the paths, and the generic row"
-    for sparse, dense in zip(*grads):
-        assert sparse.is_coalesced()
+            x, y = idx[half, :-1], idx[half, 1:]
+            model(x, y, leaf=leaf[half])[1].backward()
+        grads.append([p.grad for p in model.bank.parameters()])
+    nodes = [[0, 2, 3], [1, 4, 6]]                             # on the paths, and generic
+    for sparse, away, dense, rows in zip(*grads, nodes):
+        assert sparse.is_coalesced() and sparse._indices().tolist() == [rows]
         torch.testing.assert_close(sparse.to_dense(), dense)
+        assert torch.equal(away.to_dense(), sparse.to_dense())
+
+
+def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
+    config = model_hiermem.Config(**{**SIZE, **TREE, "bank_device": "cpu"})
+    with torch.device("meta"):
+        model = model_hiermem.Model(config)
+    assert model.bank["1"].table.is_meta, "no memory before it is needed"
+    model.to_empty(device="meta")                              # stands in for an accelerator
+    table = model.bank["1"].table
+    assert model.embed.weight.is_meta and table.device.type == "cpu"
+    model.double()
+    assert model.bank["1"].table is table and table.dtype == torch.float64
+    rows = model.bank["1"](torch.tensor([1, -1, 1]), torch.device("meta"))
+    assert rows.is_meta and rows.shape == (3, 3, 4, 96), "fetched rows travel"
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (5, 2, 3)])
 def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(shape):
     g = torch.Generator().manual_seed(0)
-    start, settings = torch.randn(shape, generator=g), dict(lr=0.1, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.3)
-    table, alone = torch.nn.Parameter(start.clone()), [torch.nn.Parameter(row.clone()) for row in start]
-    ours, theirs = kernels.RowAdamW([dict(params=[table], lr=0.1, weight_decay=0.3)], betas=(0.8, 0.95), eps=1e-3), [torch.optim.AdamW([row], **settings) for row in alone]
+    start = torch.randn(shape, generator=g)
+    settings = dict(lr=0.1, betas=(0.8, 0.95), eps=1e-3)
+
+    def row_adamw():
+        return kernels.RowAdamW([dict(params=[table], weight_decay=0.3)], **settings)
+
+    table = torch.nn.Parameter(start.clone())
+    alone = [torch.nn.Parameter(row.clone()) for row in start]
+    theirs = [torch.optim.AdamW([row], weight_decay=0.3, **settings) for row in alone]
+    ours = row_adamw()
     for n in range(7):
-        rows = torch.randperm(shape[0] - 1, generator=g)[:1 + n % 3].sort()[0]                # the last row is never touched
+        rows = torch.randperm(shape[0] - 1, generator=g)       # never the last one
+        rows = rows[:1 + n % 3].sort()[0]
         values = torch.randn(len(rows), *shape[1:], generator=g)
         table.grad = torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)
         for row, value in zip(rows, values):
@@ -3874,19 +3982,27 @@ def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(shape):
             theirs[row].step()
         ours.step()
         if n == 3:                                             # a checkpoint in between
-            again = kernels.RowAdamW([dict(params=[table], lr=0.1, weight_decay=0.3)], betas=(0.8, 0.95), eps=1e-3)
+            again = row_adamw()
             again.load_state_dict(ours.state_dict())
             ours = again
-    torch.testing.assert_close(table.detach(), torch.stack([row.detach() for row in alone]), atol=1e-5, rtol=1e-5)
+    want = torch.stack([row.detach() for row in alone])
+    torch.testing.assert_close(table.detach(), want, atol=1e-5, rtol=1e-5)
     assert torch.equal(table[-1], start[-1]) and not torch.equal(table[0], start[0])
 
 
-TOPICS = ("river boat water fish shore", "engine piston fuel wheel brake", "violin chord melody sonata tempo", "enzyme protein cell membrane acid")
+TOPICS = ("river boat water fish shore", "engine piston fuel wheel brake",
+          "violin chord melody sonata tempo", "enzyme protein cell membrane acid")
 
 
 def topic_texts(n=48, words=60):
-    rng = random.Random(0)
-    return [{"text": f"{i} " + " ".join(rng.choice(TOPICS[i % 4].split() + "the a of and".split()) for _ in range(words + i)), "topic": str(i % 4)} for i in range(n)]
+    """Texts of four topics, which lie apart in any tree of clusters."""
+    rng, texts = random.Random(0), []
+    for i in range(n):
+        choices = TOPICS[i % 4].split() + "the a of and".split()
+        text = " ".join(rng.choice(choices) for _ in range(words + i))
+        topic = str(i % 4)
+        texts.append({"text": f"{i} {text}", "topic": topic})
+    return texts
 
 
 CLUSTERED = dict(tokenizer="bytes", clusters="2,2", window=64, block_size=32, workers=1)
@@ -3894,97 +4010,27 @@ CLUSTERED = dict(tokenizer="bytes", clusters="2,2", window=64, block_size=32, wo
 
 @pytest.fixture(scope="module")
 def clustered(tmp_path_factory):
-    """A data folder of four topics under a tree 2,2, in sequences of 32 tokens of context; windows of 64."""
+    """A data folder of four topics under a tree 2,2: sequences of 32 tokens, windows of 64."""
     folder = tmp_path_factory.mktemp("clustered")
-    for name, texts in dict(train=topic_texts()[8:], val=topic_texts()[:8]).items():
-        write_jsonl(folder / "source" / f"{name}.jsonl", texts)
+    write_jsonl(folder / "source" / "train.jsonl", topic_texts()[8:])
+    write_jsonl(folder / "source" / "val.jsonl", topic_texts()[:8])
     return Path(prepare(source=folder / "source", out=folder / "data", **CLUSTERED))
 
 
-def test_hiermem_clusters_sequences_hold_windows_of_one_leaf_each_token_once(clustered, capsys):
-    meta, retriever = load_meta(clustered), Retriever.load(clustered / "retriever.npz")
-    assert meta["clusters"] == "2,2" and meta["retriever"] == retriever.hash and meta["block_size"] == 32
-    for split, texts in dict(train=topic_texts()[8:], val=topic_texts()[:8]).items():
-        data, windows = TokenShards(clustered, split, 32), []
-        leaf = data.context(range(data.n_windows))["leaf"]
-        x, y = data.batch(range(data.n_windows))
-        tokens = torch.cat((x, torch.from_numpy(np.stack([data.shards[0][i * 33 + 32] for i in range(data.n_windows)]))[:, None].long()), 1)
-        assert x.shape[0] * 33 == data.n_tokens == meta["tokens"][split] and set(leaf.tolist()) <= {0, 1, 2, 3}
-        want = sorted(text["text"].encode()[i:i + 64].decode() for text in texts for i in range(0, len(text["text"]), 64))
-        got = b"|".join(bytes(t if t < 256 else 124 for t in row.tolist()) for row in tokens).decode().replace("|", "")
-        assert sorted(got) == sorted("".join(want)), "every character once"
-        cut = [text["text"][i:i + 64] for text in texts for i in range(0, len(text["text"]), 64)]
-        leaf_of = dict(zip(cut, retriever.path(cut)[:, -1].tolist()))
-        for row, l in zip(tokens.tolist(), leaf.tolist()):
-            for piece in bytes(t if t < 256 else 124 for t in row).decode().split("|"):
-                assert l in {leaf_of[window] for window in cut if piece in window}, "a sequence's leaf is that of its windows"
-        assert (y[x == 256] >= 0).any() and (y == -1).any()
-    paths = retriever.path([text["text"] for text in topic_texts()])
-    assert len({tuple(path.tolist()) for path in paths}) == 4 and all(len(set(paths[i::4, 1].tolist())) == 1 for i in range(4)), "a topic is a leaf"
-    assert meta["tree"][1]["nmi"] > 0.95 and meta["tree"][1]["agreement"]["10"] > 0.8 and len(meta["tree"]) == 2
-    again = prepare(source=clustered.parent / "source", out=clustered.parent / "again", **CLUSTERED)
-    assert load_meta(again)["data_id"] == meta["data_id"] and load_meta(again)["retriever"] == retriever.hash, "the seed decides"
-
-
-def test_hiermem_clusters_leaves_are_those_of_their_sequences_in_several_shards_too(clustered):
-    many = Path(prepare(source=clustered.parent / "source", out=clustered.parent / "many", shard_tokens=500, **CLUSTERED))
-    for split in ("train", "val"):
-        one, data = TokenShards(clustered, split, 32), TokenShards(many, split, 32)
-        assert len(data.shards) > 3 and len(one.shards) == 1 and data.n_windows == one.n_windows
-        everything = range(one.n_windows)
-        assert all(torch.equal(a, b) for a, b in zip(data.batch(everything), one.batch(everything)))
-        assert torch.equal(data.context(everything)["leaf"], one.context(everything)["leaf"]) and len(one.context(everything)["leaf"].unique()) == 4
-
-
-def test_hiermem_hash_embeddings_have_the_cosines_of_tf_idf():
-    texts = ["River boat, river!", "boat engine", "engine fuel engine engine"]
-    embedder, words = model_hiermem.HashEmbedder.fit(texts), "river boat engine fuel".split()
-    counts = torch.tensor([[1 + math.log(2), 1, 0, 0], [0, 1, 1, 0], [0, 0, 1 + math.log(3), 1]])
-    idf = torch.tensor([math.log(4 / 2) + 1, math.log(4 / 3) + 1, math.log(4 / 3) + 1, math.log(4 / 2) + 1])
-    torch.testing.assert_close(embedder.state["idf"][[model_hiermem.bucket(word) for word in words]], idf)
-    torch.testing.assert_close(embedder(texts) @ embedder(texts).T, F.normalize(counts * idf) @ F.normalize(counts * idf).T, atol=1e-5, rtol=1e-4)
-
-
-def test_hiermem_k_means_is_balanced_reproducible_and_small_nodes_are_refused():
-    g = lambda seed: torch.Generator().manual_seed(seed)
-    crowd = torch.cat((torch.zeros(90, 2), torch.ones(10, 2)))                               # 90 are more than 1.5/2 of 100: 45 of them go to the
-    sums = lambda limit: sorted(model_hiermem.k_means(crowd, 2, g(0), steps=1, limit=limit).sum(1).tolist())
-    assert sums(1.5) == pytest.approx([0.0, 20 / 55]) and sums(2.0) == [0.0, 2.0]             # other cluster, whose mean is not normalised again
-    x = F.normalize(torch.randn(400, 6, generator=g(0)), dim=1)
-    assert torch.equal(model_hiermem.k_means(x, 5, g(3)), model_hiermem.k_means(x, 5, g(3)))
-    assert not torch.equal(model_hiermem.k_means(x, 5, g(3)), model_hiermem.k_means(x, 5, g(4)))
-    assert torch.bincount(walk(x, [model_hiermem.k_means(x, 5, g(3))])[:, 0]).max() < 160
-    with pytest.raises(ValueError, match="clusters=4,8,8: at level 3 a node has .* needs 32"):
-        Retriever.fit(x, "4,8,8", model_hiermem.HashEmbedder({}))
-
-
-def test_hiermem_walk_is_greedy_and_blocked_nodes_are_bypassed():
-    g = torch.Generator().manual_seed(0)
-    x, centroids = torch.randn(50, 5, generator=g), [torch.randn(n, 5, generator=g) for n in (3, 6, 24)]
-    for row, path in zip(x, walk(x, centroids).tolist()):
-        node = 0
-        for c, k, got in zip(centroids, (3, 2, 4), path):
-            node = min(range(node * k, node * k + k), key=lambda n: float((row - c[n]).norm()))
-            assert node == got
-    best = walk(x[:1], centroids)[0].tolist()
-    other = walk(x[:1], centroids, [(2, best[1])])[0].tolist()
-    assert other[0] == best[0] and other[1] == best[1] ^ 1 and other[2] // 4 == other[1]
-    with pytest.raises(ValueError, match="every node of level 1"):
-        walk(x, centroids, [(1, 0), (1, 1), (1, 2)])
-
-
-HIER = ["--model=hiermem", "--depth=1", "--batch_tokens=128", "--batch_size=2", "--eval_tokens=256", "--log_interval=1", "--sample_tokens=0", "--clusters=2,2", "--ranks=4,2"]
+POST = ["--model=hiermem", "--batch_tokens=128", "--batch_size=2", "--eval_tokens=256",
+        "--log_interval=1", "--sample_tokens=0", "--dtype=float32"]      # on an anchor
+HIER = [*POST, "--depth=1", "--clusters=2,2", "--ranks=4,2"]
 
 
 @pytest.fixture(scope="module")
 def hier_runs(clustered, tmp_path_factory):
-    """An anchor (A1), memories on it while it is frozen (A3), as one job and as the jobs of its subtrees."""
+    """An anchor (A1), and memories on it while it is frozen (A3)."""
     out = tmp_path_factory.mktemp("hier")
-    train(*HIER, f"--dataset={clustered}", "--dense=True", f"--out_dir={out / 'anchor'}", "--max_iters=12")
-    rest = [f"--dataset={clustered}", f"--init_from={out / 'anchor'}", "--memory=ffn", "--frozen=True", "--ranks=4,2", *HIER[0:1], *HIER[2:7], "--learning_rate=0.01"]
-    train(*rest, f"--out_dir={out / 'all'}", "--max_iters=24")
-    for job in ("0", "1", "generic"):
-        train(*rest, f"--out_dir={out / job}", "--max_iters=8", f"--subtree={job}")
+    train(*HIER, f"--dataset={clustered}", "--dense=True", f"--out_dir={out / 'anchor'}",
+          "--max_iters=12")
+    train(*POST, f"--dataset={clustered}", f"--init_from={out / 'anchor'}", "--memory=ffn",
+          "--ranks=4,2", "--frozen=True", "--learning_rate=0.01", f"--out_dir={out / 'frozen'}",
+          "--max_iters=24")
     return out
 
 
@@ -3993,369 +4039,158 @@ def weights(folder):
 
 
 def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
-    anchor, ckpt = weights(hier_runs / "anchor")["model"], weights(hier_runs / "all")
-    assert all(torch.equal(t, ckpt["model"][k]) for k, t in anchor.items()) and ckpt["model_config"]["retriever"]
-    assert log_of(hier_runs / "all", "val_loss")[0] == pytest.approx(log_of(hier_runs / "anchor", "val_loss")[12], abs=1e-5), "the identity at step 0"
-    assert log_of(hier_runs / "all", "val_loss")[24] < log_of(hier_runs / "all", "val_loss")[0] - 0.02
-    state = ckpt["optimizers"][-1]["state"]
-    assert state[0]["steps"].shape == (3,) and 0 < state[0]["steps"][-1] < 24, "the generic block, in a third of the sequences"
+    anchor, ckpt = weights(hier_runs / "anchor")["model"], weights(hier_runs / "frozen")
+    for key, tensor in anchor.items():
+        assert torch.equal(tensor, ckpt["model"][key]), key
+    assert ckpt["model_config"]["retriever"]
+    before = log_of(hier_runs / "anchor", "val_loss")[12]
+    losses = log_of(hier_runs / "frozen", "val_loss")
+    assert losses[0] == pytest.approx(before, abs=1e-5), "the identity at step 0"
+    assert losses[24] < losses[0] - 0.02
+    steps = ckpt["optimizers"][-1]["state"][0]["steps"]
+    assert steps.shape == (3,) and 0 < steps[-1] < 24, "generic, in a third of the sequences"
 
 
-def test_hiermem_co_training_resumes_exactly_and_draws_by_row(clustered, hier_runs, tmp_path):
-    flags = [*HIER[:1], *HIER[2:7], "--ranks=4,2", f"--dataset={clustered}", f"--init_from={hier_runs / 'anchor'}", "--memory=ffn", "--learning_rate=1e-3", "--max_iters=6", "--eval_interval=3"]
+def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resumes_exactly(
+        clustered, hier_runs, tmp_path, monkeypatch):
+    flags = [*POST, f"--dataset={clustered}", f"--init_from={hier_runs / 'anchor'}",
+             "--memory=ffn", "--ranks=4,2", "--learning_rate=1e-3", "--max_iters=6",
+             "--eval_interval=3"]
     train(*flags, f"--out_dir={tmp_path / 'whole'}")
-    moved = weights(tmp_path / "whole")["model"]
-    assert not torch.equal(moved["embed.weight"], weights(hier_runs / "anchor")["model"]["embed.weight"])
-    train(*[f for f in flags if "batch_size" not in f], "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
-    assert log_of(tmp_path / "large") == pytest.approx(log_of(tmp_path / "whole"), abs=1e-5), "micro-batches do not matter"
-    with pytest.MonkeyPatch.context() as patch:
-        calls = []
-        shuffled = TokenShards.shuffled
-        patch.setattr(TokenShards, "shuffled", lambda self, seed, rows: (calls.append(rows), len(calls) == 3 and signal.raise_signal(signal.SIGINT), shuffled(self, seed, rows))[2])
-        train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
-    train(f"--dataset={clustered}", "--model=hiermem", f"--out_dir={tmp_path / 'part'}", "--init_from=resume")
+    whole = weights(tmp_path / "whole")["model"]
+    anchor = weights(hier_runs / "anchor")["model"]
+    assert not torch.equal(whole["embed.weight"], anchor["embed.weight"])
+    train(*flags, "--bank_device=cpu", f"--out_dir={tmp_path / 'cpu'}")
+    for key, tensor in weights(tmp_path / "cpu")["model"].items():
+        assert torch.equal(tensor, whole[key]), key
+    train(*flags, "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
+    assert log_of(tmp_path / "large") == pytest.approx(log_of(tmp_path / "whole"), abs=1e-5)
+    draw = model_hiermem.Model.training_context
+
+    def interrupted(model, context, seed, rows):
+        if rows[0] == 8:                                       # of the third step
+            signal.raise_signal(signal.SIGINT)
+        return draw(model, context, seed, rows)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(model_hiermem.Model, "training_context", interrupted)
+        train(*flags, "--eval_tokens=32", f"--out_dir={tmp_path / 'part'}")
+    assert 0 < weights(tmp_path / "part")["step"] < 6
+    train(f"--dataset={clustered}", "--model=hiermem", f"--out_dir={tmp_path / 'part'}",
+          "--init_from=resume")
     assert log_of(tmp_path / "part") == log_of(tmp_path / "whole")
-    model = make("hiermem", **TREE)
-    rows, leaf = range(4000), torch.zeros(4000, dtype=torch.long)
-    drawn = model.training_context({"leaf": leaf}, 7, rows)["leaf"] == -1
-    assert drawn.float().mean() == pytest.approx(1 / 4, abs=0.03), "1/(k_1 + 1)"
-    assert torch.equal(drawn[100:200], model.training_context({"leaf": leaf[:100]}, 7, range(100, 200))["leaf"] == -1)
-    assert not torch.equal(drawn, model.training_context({"leaf": leaf}, 8, rows)["leaf"] == -1)
 
 
-def test_hiermem_subtree_jobs_touch_their_own_blocks_and_merge(hier_runs):
-    jobs = {name: weights(hier_runs / name)["model"] for name in ("0", "1", "generic")}
-    model_hiermem.merge([hier_runs / name for name in jobs], hier_runs / "merged")
-    merged, start = weights(hier_runs / "merged"), jobs["generic"]
-    for key, rows in {"bank.1.table": {"0": [0], "1": [1], "generic": [2]}, "bank.2.table": {"0": [0, 1], "1": [2, 3], "generic": [4]}}.items():
-        for job, own in rows.items():
-            moved = {r for r in range(len(start[key])) if not torch.equal(jobs[job][key][r], jobs["0" if job != "0" else "1"][key][r])}
-            assert set(own) <= moved and torch.equal(merged["model"][key][own], jobs[job][key][own])
-            assert not set(own) & {r for other in jobs if other != job for r in rows[other]}
-    state = merged["optimizers"][-1]["state"]
-    assert (state[0]["steps"] == 8).all() and merged["model_config"]["subtree"] == ""
-    for folders, message in ((("0", "1"), "missing: generic"), (("0", "generic"), "missing: 1"),
-                             (("0", "0", "1", "generic"), "second job of subtree 0"), (("all", "1"), "was not trained with --subtree=")):
-        with pytest.raises(ValueError, match=message):
-            model_hiermem.merge([hier_runs / name for name in folders], hier_runs / "wrong")
-    job = weights(hier_runs / "1")
-    (hier_runs / "spoilt").mkdir()
-    for change, message in ((dict(model={**job["model"], "norm.weight": 2 * job["model"]["norm.weight"]}), "subtree 1 started from another anchor"),
-                            (dict(model_config={**job["model_config"], "retriever": "x"}), "subtree 1 has another model or tree")):
-        torch.save({**job, **change}, hier_runs / "spoilt" / "ckpt.pt")
-        with pytest.raises(ValueError, match=message):
-            model_hiermem.merge([hier_runs / name for name in ("0", "spoilt", "generic")], hier_runs / "wrong")
+def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
+    leaf = torch.arange(4000) % 6
+
+    def drawn(seed, rows, **fields):
+        model = make("hiermem", **TREE, **fields)
+        found = model.training_context({"leaf": leaf[rows]}, seed, rows)["leaf"]
+        assert torch.equal(found[found >= 0], leaf[rows][found >= 0])
+        return found == -1
+
+    everything = drawn(7, range(4000))
+    assert everything.float().mean() == pytest.approx(1 / 4, abs=0.03), "1/(k_1 + 1)"
+    assert torch.equal(everything[100:200], drawn(7, range(100, 200)))
+    assert not torch.equal(everything, drawn(8, range(4000)))
+    assert not drawn(7, range(4000), generic=0.0).any()
+    assert drawn(7, range(4000), generic=1.0).all()
+    assert make("hiermem").training_context({}, 7, range(4)) == {}, "without a tree: generic"
 
 
 def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_path):
-    out = hier_runs / "all"
-    say = lambda *flags: (run_sample(f"--out_dir={out}", "--num_samples=1", "--max_new_tokens=5", "--temperature=0", "--prompt=violin chord melody", *flags), capsys.readouterr())[1]
-    path = [int(n) for n in re.search(r"path (\d) > (\d): fetched 1,152 of the bank's 3,072", say().err).groups()]
-    assert path == Retriever.load(out / "retriever.npz").path(["violin chord melody"])[0].tolist()
-    assert f"path {path[0]} > {path[1] ^ 1}:" in say("--block=best:2").err and f"path {path[0] ^ 1} > " in say(f"--block=1:{path[0]}").err
-    assert "generic memory" in say("--leaf=generic").err and "no memory" in say("--leaf=none").err and "path 1 > 3" in say("--leaf=3").err
-    for flags, message in ((["--block=1:0,1:1"], "every node of level 1"), (["--block=9:1"], "levels are 1 to 2"), (["--leaf=4"], "from 0 to 3")):
-        with pytest.raises(ConfigError, match=message):
-            say(*flags)
-    for name in ("ckpt.pt", "retriever.npz"):
-        shutil.copy(out / name, tmp_path / name)
-    tree = Retriever.load(out / "retriever.npz")
-    Retriever(tree.embedder, tree.clusters, [c + 0.1 for c in tree.centroids]).save(tmp_path / "retriever.npz")
-    with pytest.raises(ConfigError, match="is the tree .* was trained with"):
-        run_sample(f"--out_dir={tmp_path}", "--prompt=violin")
-    (tmp_path / "retriever.npz").write_bytes(b"no")
-    with pytest.raises(ConfigError, match="not a whole retriever file"):
-        run_sample(f"--out_dir={tmp_path}", "--prompt=violin")
+    from experiments.topics import Retriever
+    run = shutil.copytree(hier_runs / "frozen", tmp_path / "run")
 
+    def said(*flags):
+        run_sample(f"--out_dir={run}", "--num_samples=1", "--max_new_tokens=5", "--temperature=0",
+                   "--prompt=violin chord melody", *flags)
+        return capsys.readouterr().err
 
-PLACED = ["device,device", "cpu,cpu", "disk,disk", "disk,cpu"]
-
-
-@pytest.fixture(scope="module")
-def placed_runs(clustered, tmp_path_factory):
-    """The same co-training with the bank in every place: 8 steps of two micro-batches, checkpoints at 3, 6, 8."""
-    out = tmp_path_factory.mktemp("placed")
-    flags = [*HIER, f"--dataset={clustered}", "--learning_rate=0.01", "--weight_decay=0.1", "--max_iters=8", "--eval_interval=3"]
-    for placement in PLACED:
-        train(*flags, f"--placement={placement}", f"--out_dir={out / placement}")
-    return out, flags
-
-
-def blocks(folder):
-    """{level: (blocks and both moments (3, n + 1, s), steps)} of a checkpoint, wherever its bank is."""
-    found = {}
-    for l, level in sample.load_model(folder, "cpu")[0].bank.items():
-        if hasattr(level, "home"):
-            w, state = level.fetch(torch.arange(len(level.table)))
-        else:
-            w, none = level.table.detach(), torch.zeros_like(level.table)
-            state = {"steps": none[:, 0], "exp_avg": none, "exp_avg_sq": none} | model_hiermem.rows_of(weights(folder), int(l))
-        found[l] = torch.stack((w, state["exp_avg"], state["exp_avg_sq"])), state["steps"].view(-1)
-    return found
-
-
-def assert_equal_runs(a, b):
-    for key in ("loss", "grad_norm", "val_loss"):
-        assert log_of(a, key) == log_of(b, key)
-    for (l, (rows, steps)), (rows_b, steps_b) in zip(blocks(a).items(), blocks(b).values()):
-        assert torch.equal(rows, rows_b) and torch.equal(steps, steps_b) and steps.max() > 3, l
-    one, other = weights(a)["model"], weights(b)["model"]
-    assert all(torch.equal(t, other[key]) for key, t in one.items() if not key.startswith("bank."))
-
-
-@pytest.mark.parametrize("placement", PLACED[1:])
-def test_hiermem_off_the_device_trains_bitwise_as_on_it(placement, placed_runs):
-    out = placed_runs[0]
-    assert_equal_runs(out / PLACED[0], out / placement)
-    ckpt = weights(out / placement)
-    assert "bank.1.table" not in ckpt["model"] and not ckpt["optimizers"][-1]["state"], "nothing is there twice"
-    assert (ckpt["model"]["bank.1.home"].numel() == 0) == (out / placement / "ckpt.bank.1.home").exists() == placement.startswith("disk")
-
-
-@pytest.mark.parametrize("placement", PLACED[1:])
-def test_hiermem_off_the_device_a_kill_at_any_write_loses_nothing_since_the_checkpoint(placement, placed_runs, clustered, tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
-    deaths = [("put", 8), ("before", 1), ("put", 2), ("after", 1), ("put", 3), ("after", 1)]
-    put, replace = model_hiermem.Away.put, os.replace
-
-    def kill(moment):
-        calls.append(moment)
-        if deaths and (moment, calls.count(moment)) == deaths[0]:
-            raise Killed
-
-    def torn_put(level, nodes, block, state):                  # dies with nonsense where it was to write
-        put(level, nodes, block * (math.nan if deaths and ("put", calls.count("put") + 1) == deaths[0] else 1), state)
-        kill("put")
-
-    def replaced(source, target):
-        if Path(target).name == "ckpt.pt":
-            kill("before")
-        replace(source, target)
-        if Path(target).name == "ckpt.pt":
-            kill("after")
-    monkeypatch.setattr(model_hiermem.Away, "put", torn_put)
-    monkeypatch.setattr(os, "replace", replaced)
-    flags, steps = [*placed_runs[1], f"--placement={placement}"], []
-    while deaths:
-        calls = []
-        with pytest.raises(Killed):
-            train(*flags, f"--out_dir={tmp_path}")
-        del deaths[0]
-        steps.append(weights(tmp_path)["step"])
-        flags = ["--model=hiermem", f"--dataset={clustered}", "--init_from=resume"]
-    calls = []
-    train(*flags, f"--out_dir={tmp_path}")
-    assert steps == [3, 3, 3, 6, 6, 8]
-    assert_equal_runs(placed_runs[0] / PLACED[0], tmp_path)
-
-
-def test_hiermem_subtree_jobs_off_the_device_merge_to_the_same_model(hier_runs, clustered, tmp_path):
-    jobs = ("0", "1", "generic")
-    for job in jobs:
-        train(f"--dataset={clustered}", f"--init_from={hier_runs / 'anchor'}", "--memory=ffn", "--frozen=True", "--ranks=4,2", *HIER[0:1], *HIER[2:7], "--learning_rate=0.01",
-              f"--out_dir={tmp_path / job}", "--max_iters=8", f"--subtree={job}", "--placement=disk,cpu")
-    model_hiermem.merge([tmp_path / job for job in jobs], tmp_path / "merged")
-    model_hiermem.merge([hier_runs / job for job in jobs], tmp_path / "device")
-    for (l, (rows, steps)), (rows_b, steps_b) in zip(blocks(tmp_path / "merged").items(), blocks(tmp_path / "device").values()):
-        assert torch.equal(rows, rows_b) and torch.equal(steps, steps_b) and (steps > 0).all(), l
-    with pytest.raises(ValueError, match="has another model"):
-        model_hiermem.merge([hier_runs / "0", tmp_path / "1", tmp_path / "generic"], tmp_path / "mixed")
-
-
-def test_hiermem_off_the_device_torchrun_is_refused_and_jobs_are_advised(clustered, monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    train(*HIER, f"--dataset={clustered}", "--placement=device,cpu", f"--out_dir={tmp_path}", expect="--subtree=0, 1, ..., generic")
-
-
-@pytest.mark.parametrize("placement", PLACED)
-def test_hiermem_adding_under_a_node_leaves_everything_else_bitwise_as_it_was(placement, placed_runs, clustered, tmp_path):
-    run = placed_runs[0] / placement
-    before, files = blocks(run), {path.name: path.read_bytes() for path in run.glob("ckpt.*")}
-    for subtree, moved in {"0": {"1": [0], "2": [0, 1]}, "2:3": {"1": [], "2": [3]}}.items():
-        train(f"--dataset={clustered}", f"--init_from={run}", *HIER[0:1], *HIER[2:7], "--frozen=True", f"--subtree={subtree}", "--max_iters=5", f"--out_dir={tmp_path}",
-              "--learning_rate=0.01")
-        for l, (rows, steps) in blocks(tmp_path).items():
-            assert [n for n in range(len(steps)) if not torch.equal(rows[0, n], before[l][0][0, n])] == moved[l] == steps.nonzero()[:, 0].tolist()
-        old, new = weights(run)["model"], weights(tmp_path)["model"]
-        assert all(torch.equal(t, new[key]) for key, t in old.items() if not key.startswith("bank."))
-    assert files == {path.name: path.read_bytes() for path in run.glob("ckpt.*")}, "where it started from is as it was"
-
-
-@pytest.mark.parametrize("placement", PLACED)
-def test_hiermem_a_removed_node_adds_nothing_for_its_subtree_and_all_else_is_bitwise_as_it_was(placement, placed_runs, tmp_path):
-    shutil.copytree(placed_runs[0] / placement, tmp_path / "run")
-    logits = lambda model: model(some_tokens(5, 12), leaf=torch.tensor([0, 1, 2, 3, -1]))[0].detach()
-    whole, without = logits(sample.load_model(tmp_path / "run", "cpu")[0]), sample.load_model(placed_runs[0] / PLACED[0], "cpu")[0]
-    old, table = blocks(tmp_path / "run"), without.bank["1"].table.data
-    model_hiermem.remove(tmp_path / "run", "1:0")
-    removed, new = logits(sample.load_model(tmp_path / "run", "cpu")[0]), blocks(tmp_path / "run")
-    assert [torch.equal(a, b) for a, b in zip(whole, removed)] == [False, False, True, True, True], "leaves 0 and 1 are under node 0"
-    table[0] = 0
-    assert torch.equal(removed, logits(without)), "the level is as if it were not there"
-    assert new["1"][1][0] == 0 and (new["1"][0][1:, 0] == 0).all(), "no moments, no count"
-    assert torch.equal(new["1"][0][:, 1:], old["1"][0][:, 1:]) and torch.equal(new["2"][0], old["2"][0]) and torch.equal(new["2"][1], old["2"][1])
-    block = old["1"][0][0, 0].numpy().tobytes()
-    assert not any(block in path.read_bytes() for path in (tmp_path / "run").glob("ckpt.*")), "nothing is left of it in the files"
-    with pytest.raises(ValueError, match="has no block 3:0"):
-        model_hiermem.remove(tmp_path / "run", "1:1,3:0")
-
-
-def test_hiermem_an_anchor_alone_takes_data_with_any_tree_and_is_what_a_job_is_timed_against():
-    job = model_hiermem.Config(frozen=True, subtree="1", retriever="x")
-    assert not model_hiermem.Config(**{**vars(job), **model_hiermem.DENSE}).frozen, "train.py --bench"
-    assert model_hiermem.Config(memory="none", clusters="4,4,4", head_dim=32).places == ("device",) * 3
-
-
-def test_hiermem_remove_wants_rows_that_stay(placed_runs, tmp_path):
-    ckpt = weights(placed_runs[0] / PLACED[0])
-    torch.save(ckpt | {"model_config": {**ckpt["model_config"], "sparse_memory": False}}, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match="moments would move what is removed"):
-        model_hiermem.remove(tmp_path, "1:0")
-
-
-@pytest.mark.parametrize("placement", ["cpu,cpu", "disk,cpu"])
-def test_hiermem_off_the_device_blocks_that_have_learned_are_read_anew(placement, tmp_path):
-    model, idx, leaf = make("hiermem", randomize=False, placement=placement), some_tokens(), torch.tensor([3, 3])
-    model.settle(tmp_path, False)
-    with torch.no_grad():
-        before = model(idx, leaf=leaf)[0]
-    model(idx[:, :-1], idx[:, 1:], leaf=leaf)[1].backward()
-    for o in optimizers_of(model, lr=0.1):
-        o.step()
-    now = model(idx, leaf=leaf)[0]
-    with torch.no_grad():
-        assert torch.equal(model(idx, leaf=leaf)[0], now) and not torch.equal(before, now)
-        model.load_state_dict(model.state_dict() | {"bank.1.slot": torch.zeros_like(model.bank["1"].slot), "bank.1.home": torch.empty(0)})
-        assert not torch.equal(model(idx, leaf=leaf)[0], now), "loaded blocks are read anew too"
-
-
-def test_hiermem_the_next_batch_is_read_ahead_from_the_file(placed_runs, tmp_path, monkeypatch, capsys):
-    """While a step is computed the system is told to read the blocks of the next; a disk too small for all of them is announced."""
-    asked, events = [], []
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, size, advice: asked.append(np.frombuffer(os.pread(fd, size, start), np.float32)))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    model, idx = make("hiermem", randomize=False, placement="disk,cpu"), some_tokens()
-    model.settle(tmp_path, False)
-    assert re.search(r"ckpt.bank.1.home may grow to 0.0 GB and 0.0 GB are free", capsys.readouterr().out)
-    model(idx[:, :-1], idx[:, 1:], leaf=torch.tensor([3, -1]))[1].backward()
-    for o in optimizers_of(model, lr=0.1):
-        o.step()
-    model.prefetch({"leaf": torch.tensor([3, -1, 0, 3])})      # leaf 0's block has learned nothing and is not in the file
-    home, node = model.bank["1"].home, 3 // (model.config.nodes[-1] // model.config.nodes[0])
-    assert [torch.from_numpy(row.copy()).equal(block.flatten()) for row, block in zip(asked, (home[node, 0], home[-1, 0]))] == [True, True] and len(asked) == 2
-    monkeypatch.setattr(model_hiermem.Model, "prefetch", lambda model, context: events.append("ahead"))
-    fetch = model_hiermem.Away.fetch
-    monkeypatch.setattr(model_hiermem.Away, "fetch", lambda level, nodes: events.append("step") or fetch(level, nodes))
-    train(*placed_runs[1], "--placement=disk,device", f"--out_dir={tmp_path / 'run'}")
-    assert events == ["ahead", *["ahead", "step"] * 7, "step"]
-
-
-def test_hiermem_between_prompts_only_levels_whose_node_changed_are_read(placed_runs, monkeypatch, capsys, tmp_path):
-    out, reads, read = placed_runs[0] / "disk,cpu", [], model_hiermem.Away.read
-    model = sample.load_model(out, "cpu")[0]
-    monkeypatch.setattr(model_hiermem.Away, "read", lambda level, nodes: (reads.append(len(level.table)), read(level, nodes))[1])
-    device = sample.load_model(placed_runs[0] / PLACED[0], "cpu")[0]
-    for leaf, levels in ((0, [3, 5]), (1, [5]), (1, []), (3, [3, 5]), (2, [5])):
-        reads.clear()
-        texts = [torch.stack(list(sample.generate(m, some_tokens(1, 5), 4, temperature=0, leaf=torch.tensor([leaf])))) for m in (model, device)]
-        assert reads == levels and torch.equal(*texts)
-    monkeypatch.undo()
-    run_sample(f"--out_dir={out}", "--bench=True")
-    assert re.search(r"level 1, disk: 0.00 MiB a block, [\d.]+ ms from another node, [\d.]+ from the same\nlevel 2, cpu:", capsys.readouterr().out)
-    shutil.copytree(out, tmp_path / "run")
-    with open(tmp_path / "run" / "ckpt.bank.1.home", "rb+") as file:
-        file.truncate(400)
-    with pytest.raises(ConfigError, match="not whole"):
-        sample.load_model(tmp_path / "run", "cpu")
-    (tmp_path / "run" / "ckpt.bank.1.home").unlink()
-    with pytest.raises(ConfigError, match="goes with ckpt.bank.1.home, which is not beside it"):
-        sample.load_model(tmp_path / "run", "cpu")
-
-
-def test_hiermem_bank_size_times_a_step(tmp_path, monkeypatch, capsys):
-    """The mode that times it: 41 blocks and more, all of the larger bank's blocks in reach. No figure is asserted."""
-    from experiments import bank_size
-    (tmp_path / "experiments/results").mkdir(parents=True)
-    monkeypatch.setattr(bank_size, "ROOT", tmp_path)
-    for name in ("blocks", "rank", "steps"):
-        monkeypatch.setattr(bank_size, name, getattr(bank_size, name))                   # so that what the command line sets is undone
-    bank_size.main(["--blocks=44", "--rank=2", "--steps=1"])
-    found = json.loads((tmp_path / "experiments/results/hiermem_bank_size-cpu.json").read_text())["ms_a_step"]
-    numbers = 7 * 3 * 2 * 128                                  # layers, matrices, channels, width
-    assert [*found] == [f"41 blocks, {41 * numbers:,} numbers", *(f"44 blocks, {44 * numbers:,} numbers, {n} in use" for n in (40, "all"))]
-    text = capsys.readouterr().out
-    assert all(name in text and ms > 0 for name, ms in found.items())
-    with pytest.raises(ConfigError, match="blocks must be 42 or more"):
-        bank_size.main(["--blocks=41"])
-
-
-@slow
-def test_hiermem_a_bank_several_times_the_memory_trains_is_killed_and_resumes_exactly(clustered, tmp_path):
-    """256 nodes: blocks and moments are 2.9 GB, the process may have 0.7 GB of its own; what is in the file is the system's to keep or to drop."""
-    import resource
-    limit, folder, peak = 700 * 2 ** 20, shutil.copytree(clustered, tmp_path / "data"), 0
-    (folder / "meta.json").write_text(json.dumps({**load_meta(folder), "clusters": "256"}))
-    for path in folder.glob("*.leaf"):
-        (np.arange(path.stat().st_size // 4, dtype=np.int32) * 7 % 256).tofile(path)
-    flags = [sys.executable, str(ROOT / "train.py"), "--model=hiermem", "--depth=1", "--batch_tokens=64", "--batch_size=2", "--eval_tokens=256", "--log_interval=1", "--sample_tokens=0",
-             "--clusters=256", "--ranks=5000", "--max_iters=16", "--eval_interval=4", "--device=cpu", f"--dataset={folder}"]
-
-    def run(out, *more, kill=False):
-        nonlocal peak
-        process = subprocess.Popen([*flags, f"--out_dir={tmp_path / out}", *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                   env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            with suppress(OSError, AttributeError):
-                peak = max(peak, 2 ** 10 * int(re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]))
-            if kill and " 10/16 loss" in line:
-                process.kill()
-        assert process.wait() == (-signal.SIGKILL if kill else 0), "".join(lines)[-2000:]
-    run("whole", "--placement=disk")
-    run("part", "--placement=disk", kill=True)
-    run("part", "--init_from=resume")
-    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole") and log_of(tmp_path / "part", "val_loss") == log_of(tmp_path / "whole", "val_loss")
-    levels = [sample.load_model(tmp_path / out, "cpu")[0].bank["1"] for out in ("whole", "part")]
-    assert 3 * 4 * levels[0].table.numel() > 4 * limit and 20 < (levels[0].slot > 0).sum() < 60
-    for node in levels[0].slot.nonzero():
-        assert all(torch.equal(a, b) for a, b in zip(levels[0].read(node, 3), levels[1].read(node, 3)))
-    print(f"peak anonymous memory {peak / 2 ** 20:.0f} MiB, limit {limit / 2 ** 20:.0f} MiB, bank {12 * levels[0].table.numel() / 2 ** 20:.0f} MiB")
-    with pytest.raises(AssertionError, match="memory"):
-        run("device", "--placement=device")
+    tree = Retriever.load(run / "retriever.npz")
+    first, second = tree.path(["violin chord melody"])[0].tolist()
+    assert f"path {first} > {second}: fetched 1,152 of the bank's 3,072" in said()
+    assert f"path {first} > {second ^ 1}:" in said("--block=best:2")
+    assert f"path {first ^ 1} > " in said(f"--block=1:{first}")
+    assert "generic memory" in said("--leaf=generic") and "no memory" in said("--leaf=none")
+    assert "path 1 > 3:" in said("--leaf=3") and "path 1 > 3:" in said("--leaf=3", "--block=2:2")
+    for flags, message in (
+        ("--block=1:0,1:1", "every node of level 1"),
+        ("--block=9:1", "levels are 1 to 2"),
+        ("--block=2:4", "no node 2:4: those of level 2 are 0 to 3"),
+        ("--block=best", "best is no node"),
+        ("--leaf=4", "from 0 to 3"),
+        ("--leaf=3 --block=1:1", "the leaf is under a blocked node of level 1"),
+        ("--leaf=3 --block=best:2", "under a blocked node of level 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            said(*flags.split())
+    other = [centroids + 0.1 for centroids in tree.centroids]
+    Retriever(tree.embedder, tree.clusters, other).save(run / "retriever.npz")
+    with pytest.raises(ValueError, match="is the tree .* was trained with"):
+        said()
+    with pytest.raises(ValueError, match="no retriever.npz in .*nowhere"):
+        model_hiermem.find_retriever(model_hiermem.Config(), ["nowhere"], "")
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_hiermem_hugging_face_anchors(kind, tmp_path):
     transformers = pytest.importorskip("transformers")
-    rope = dict(rope_theta=5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
-    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    llama = dict(rope_theta=5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0,
+                 high_freq_factor=4.0, original_max_position_embeddings=8)
+    theirs = getattr(transformers, f"{kind}Config")(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        rope_parameters=llama if kind == "Llama" else None, tie_word_embeddings=kind == "Qwen2")
     torch.manual_seed(0)
-    theirs = getattr(transformers, kind + "ForCausalLM")(getattr(transformers, kind + "Config")(**sizes, rope_parameters=rope if kind == "Llama" else None, tie_word_embeddings=kind == "Qwen2"))
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(theirs).eval()
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)
     theirs.save_pretrained(tmp_path)
-    ours, idx = model_hiermem.Model.from_pretrained(tmp_path), some_tokens(2, 20)
-    torch.testing.assert_close(ours(idx)[0], theirs.eval()(idx).logits, atol=1e-4, rtol=1e-4)
-    begun = model_hiermem.start(tmp_path, None, dict(memory="ffn", frozen=True, memory_lr=0.5, clusters="3,2", ranks="4,2", retriever="x", eot=5))
+    idx, ckpt = some_tokens(2, 20), sample.load_hugging_face(tmp_path, model_hiermem)
+    ours = model_hiermem.Model(model_hiermem.Config(**ckpt["model_config"]))
+    ours.load_state_dict(ckpt["model"])
+    torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=1e-4, rtol=1e-4)
+    fields = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
+    begun = model_hiermem.start(tmp_path, ckpt, fields)
     grown = model_hiermem.Model(model_hiermem.Config(**begun["model_config"]))
     grown.init_weights()
     grown.load_state_dict(grown.state_dict() | begun["model"])
-    assert torch.equal(grown(idx, leaf=torch.tensor([1, 5]))[0], ours(idx)[0]) and grown.config.eot == -1 and grown.config.retriever == "x"
-    with pytest.raises(ValueError, match="n_layer=7: .* has n_layer=3"):
-        model_hiermem.start(tmp_path, None, dict(n_layer=7))
+    leaf = torch.tensor([1, 5])
+    assert torch.equal(grown(idx, leaf=leaf)[0], ours(idx)[0])
+    assert (grown.config.eot, grown.config.retriever) == (-1, "x")
+
+
+@pytest.mark.parametrize("have, fields, message", [
+    (dict(memory="none"), dict(n_layer=7), "n_layer=7: anchor has n_layer=3"),
+    (dict(retriever="x"), dict(retriever="y"), "retriever=y: anchor has retriever=x"),
+    (dict(), dict(ranks="8,8"), "ranks=8,8: anchor has ranks=64,24"),
+    (dict(slots=3), dict(), "checkpoint of another model: it has slots"),
+])
+def test_hiermem_a_start_keeps_what_the_blocks_were_trained_with(have, fields, message):
+    config = {**vars(model_hiermem.Config(**SIZE)), **have}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model_hiermem.start("anchor", {"model_config": config, "model": {}}, fields)
 
 
 @pytest.mark.parametrize("fields, message", [
-    (dict(clusters="8,8", ranks="4"), "clusters='8,8', ranks='4': needs a factor"), (dict(clusters="a"), "clusters='a'"), (dict(ranks="0,0"), "not all ranks 0"),
-    (dict(memory="moe"), "memory='moe': choose one of"), (dict(memory="none", frozen=True), "nothing else to train"), (dict(head_dim=7), "head_dim must be even"),
-    (dict(subtree="9", frozen=True, retriever="x"), "choose 0 to 7, or generic"), (dict(subtree="1", retriever="x"), "add frozen=True"), (dict(eot=61), "eot must be"),
-    (dict(subtree="1", frozen=True), "the data has no tree"), (dict(subtree="1", frozen=True, retriever="x", sparse_memory=False), "sparse_memory=True does"), (dict(layers="top"), "layers='top': choose one of all"), (dict(n_head=3, n_kv_head=2), "multiple of n_kv_head"),
-    (dict(generic=2.0), "generic=2.0: must be"), (dict(memory_lr=0.0), "memory_lr=0.0: must be positive"), (dict(placement="cpu"), "placement='cpu', clusters='8,8': device, cpu or disk"), (dict(placement="cpu,gpu"), "device, cpu or disk"),
-    (dict(placement="device,disk", sparse_memory=False), "placement='device,disk', sparse_memory=False"), (dict(subtree="2:64", frozen=True, retriever="x"), "or level:node")], ids=str)
+    (dict(clusters="8,8", ranks="4"), "clusters='8,8', ranks='4': a rank for each level"),
+    (dict(clusters="a"), "clusters='a': a factor of 2 or more"),
+    (dict(clusters="8,1"), "clusters='8,1': a factor of 2 or more"),
+    (dict(ranks="0,0"), "not all of them 0"),
+    (dict(memory="moe"), "memory='moe': choose none, ffn"),
+    (dict(memory="none", frozen=True), "nothing is left to train"),
+    (dict(n_layer=0), "n_layer=0: must be at least 1"),
+    (dict(head_dim=7), "head_dim must be even"),
+    (dict(n_head=3, n_kv_head=2), "n_head must be a multiple of n_kv_head"),
+    (dict(eot=61), "eot=61, vocab_size=61: eot must be a token"),
+    (dict(generic=2.0), "generic=2.0: must be between 0 and 1"),
+    (dict(memory_layers="top"), "memory_layers='top': choose all, early"),
+    (dict(memory_lr=0.0), "memory_lr=0.0: must be positive"),
+    (dict(bank_device="gpu"), "bank_device='gpu': choose device or cpu"),
+], ids=str)
 def test_hiermem_config_errors(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         model_hiermem.Config(**{**SIZE, **fields})

@@ -1,10 +1,14 @@
-"""Hierarchical memories: the time of a training step does not depend on the size of the bank, only on the blocks that a batch fetches.
+"""
+Hierarchical memories: the time of a training step does not depend on the size of the bank, only on
+the blocks that a batch fetches.
 
-    python experiments/bank_size.py                            # 10M against 1B numbers; takes 12 GB with Adam's moments
+    python experiments/bank_size.py           # 10M against 1B numbers; takes 12 GB with the moments
 
-One level of memories for an anchor of 7 layers x 128, 244,608 numbers a block. A step is forward and backward pass, clipping and update of anchor and
-bank, on four sequences of 256 tokens, each with a block of its own. The 4,096 blocks once with only the first 40 in use (their memory stays in the
-processor's cache as much as the small bank's) and once with all of them. Steps in turn, medians. Writes results/hiermem_bank_size-DEVICE.json.
+One level of memories for an anchor of 7 layers x 128, 244,608 numbers a block. A step is forward
+and backward pass, clipping and update of anchor and bank, on four sequences of 256 tokens, each
+with a block of its own. The 4,096 blocks once with only the first 40 in use (their memory stays in
+the processor's cache as much as the small bank's) and once with all of them. Steps in turn,
+medians. Writes results/hiermem_bank_size-DEVICE.json.
 """
 import json
 import statistics
@@ -18,65 +22,84 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from kernels import RowAdamW, clip_grads, keep_coalesced, tune_cpu
 from model_hiermem import Config, Model
-from prepare_fineweb import ConfigError, configure
+from prepare_fineweb import configure, guard, need
 
-# ------------------------------------------------------------------------------ settings: --key=value
+# ------------------------------------------------------------------ settings: --key=value
 blocks = 4096                 # of the large bank, the generic one among them; the small one has 41
 rank = 91                     # FFN channels of a block
 steps = 40                    # that count, after five to warm up
 device = "cpu"                # cpu | cuda
-_defaults = {k: v for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, str))}
-# ------------------------------------------------------------------------------
+_defaults = {k: v for k, v in globals().items() if isinstance(v, (int, str)) and k[0] != "_"}
+# ------------------------------------------------------------------
 
 
-def trainer(nodes, device):
-    """-> step(leaf) -> its seconds, numbers in the bank"""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Model(Config.from_depth(7, n_embd=128, n_head=4, vocab_size=4096, block_size=256, clusters=str(nodes), ranks=str(rank)))
-    model.init_weights()
-    anchor, bank = model.param_groups("adamw", 1e-3, 0.0)
-    for p in bank["params"]:
-        keep_coalesced(p)
-    params, optimizers = list(model.parameters()), (torch.optim.AdamW(anchor["params"], fused=True), RowAdamW(bank["params"], lr=1e-3))
+class Racer:
+    """A model whose bank has so many nodes; its batches take their blocks from the first in_use."""
 
-    def step(leaf):
-        x = torch.randint(4096, (len(leaf), 257), device=device)
+    def __init__(self, nodes, rank, device):
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = Model(Config.from_depth(
+                7, n_embd=128, n_head=4, vocab_size=4096, block_size=256, clusters=str(nodes),
+                ranks=str(rank)))
+        self.model.init_weights()
+        self.device = device
+        anchor, bank = self.model.param_groups("adamw", 1e-3, 0.0)
+        for p in bank["params"]:
+            keep_coalesced(p)
+        self.params = list(self.model.parameters())
+        self.optimizers = [torch.optim.AdamW(anchor["params"], lr=1e-3, fused=True),
+                           RowAdamW(bank["params"], lr=1e-3)]
+        counts = self.model.param_counts()
+        self.numbers = counts["memory"] + counts["generic"]
+
+    def seconds(self, in_use):
+        """Time of a training step."""
+        leaf = torch.randperm(in_use)[:4].to(self.device)
+        idx = torch.randint(4096, (4, 257), device=self.device)
         began = time.perf_counter()
-        model(x[:, :-1], x[:, 1:], leaf=leaf)[1].backward()
-        clip_grads(params, 1.0)
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
-        if x.is_cuda:
+        self.model(idx[:, :-1], idx[:, 1:], leaf=leaf)[1].backward()
+        clip_grads(self.params, 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if idx.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - began
-    return step, model.param_counts()["memory"] + model.param_counts()["generic"]
 
 
 def main(argv):
-    overrides, others = configure(argv, _defaults)
-    globals().update(overrides)
-    if others or blocks < 42 or rank < 1 or steps < 1 or device not in ("cpu", "cuda"):
-        raise ConfigError(f"no file, not {others[0]}" if others else "blocks must be 42 or more, rank and steps 1 or more, device cpu or cuda")
+    """-> {what raced: milliseconds a step}."""
+    given, others = configure(argv, _defaults)
+    c = {**_defaults, **given}
+    need(not others, f"no file or command, not {others}")
+    need(c["blocks"] >= 42, f"blocks={c['blocks']}: must be 42 or more")
+    need(min(c["rank"], c["steps"]) > 0, f"rank={c['rank']}, steps={c['steps']}: must be 1 or more")
     tune_cpu()
-    (small, few), (large, many) = trainer(40, device), trainer(blocks - 1, device)
-    racers = {f"41 blocks, {few:,} numbers": (small, 40), f"{blocks:,} blocks, {many:,} numbers, 40 in use": (large, 40),
-              f"{blocks:,} blocks, {many:,} numbers, all in use": (large, blocks - 1)}
+    small = Racer(40, c["rank"], c["device"])
+    large = Racer(c["blocks"] - 1, c["rank"], c["device"])
+    name = f"{c['blocks']:,} blocks, {large.numbers:,} numbers"
+    racers = {f"41 blocks, {small.numbers:,} numbers": (small, 40),
+              f"{name}, 40 in use": (large, 40),
+              f"{name}, all in use": (large, c["blocks"] - 1)}
     times = {name: [] for name in racers}
-    for i in range(5 + steps):
-        for name, (step, nodes) in racers.items():
-            times[name] += [step(torch.randperm(nodes)[:4].to(device))] * (i >= 5)
-    found = {name: round(1e3 * statistics.median(t), 2) for name, t in times.items()}
+    for step in range(5 + c["steps"]):
+        for name, (racer, in_use) in racers.items():
+            seconds = racer.seconds(in_use)
+            if step >= 5:
+                times[name].append(1e3 * seconds)
+    found = {name: round(statistics.median(t), 2) for name, t in times.items()}
     first = next(iter(found.values()))
     for name, ms in found.items():
         print(f"{name:50} {ms:8.1f} ms a step, {ms / first:.3f}")
-    facts = dict(device=torch.cuda.get_device_name() if device == "cuda" else "cpu", threads=torch.get_num_threads(), torch=torch.__version__, steps=steps)
-    (ROOT / f"experiments/results/hiermem_bank_size-{device}.json").write_text(json.dumps(dict(ms_a_step=found, **facts), indent=1) + "\n")
+    machine = torch.cuda.get_device_name() if c["device"] == "cuda" else "cpu"
+    facts = dict(ms_a_step=found, device=machine, threads=torch.get_num_threads(),
+                 torch=torch.__version__, steps=c["steps"])
+    path = ROOT / f"experiments/results/hiermem_bank_size-{c['device']}.json"
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+    return found
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    guard("bank_size.py")
+    main(sys.argv[1:])
