@@ -21,8 +21,10 @@ then uint16. Vocabularies over 65,536: magic 20240801, version 7, uint32), token
 byte), tokenizer.json unless it is gpt2 or bytes, and meta.json. All is written in NAME.partial, which becomes NAME once it is whole.
 """
 import ast
+import atexit
 import contextlib
 import difflib
+import errno
 import functools
 import gzip
 import hashlib
@@ -82,12 +84,104 @@ EOT = "<|endoftext|>"
 
 
 class ConfigError(ValueError):
-    """A mistake that the person at the keyboard can put right. The programs print it without a traceback."""
+    """A mistake that the person at the keyboard can put right."""
 
 
 def need(condition, message):
     if not condition:
         raise ConfigError(message)
+
+
+# What goes wrong on sound code, by the names of the exceptions' classes: torch is not imported here.
+EXPECTED = {"ValueError", "OSError", "ImportError", "MemoryError", "OutOfMemoryError", "EOFError",
+            "SyntaxError", "UnpicklingError", "BadZipFile"}
+EXPECTED_TEXTS = ("can't allocate memory", "PytorchStreamReader", "PytorchStreamWriter")
+WHAT_TO_DO = {"ModuleNotFoundError": "pip install -r requirements.txt",
+              "PermissionError": "choose a place that you may write to",
+              "MemoryError": "not enough memory: choose a smaller model or batch",
+              "OutOfMemoryError": "choose a smaller batch_size",
+              errno.ENOSPC: "make room on that disk, or choose another",
+              errno.EDQUOT: "make room on that disk, or choose another"}
+
+
+def guard(program):
+    """
+    From here on an expected failure of this program ends in one line that says what to do and in
+    exit code 1, Ctrl-C and a reader that has gone away (`| head`) in no line at all. NANOMEM_DEBUG=1
+    shows the traceback of everything. Programs call this first; imported code never does.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(errors="replace")     # what an ASCII terminal cannot show becomes "?"
+
+    def report(kind, error, traceback):
+        if issubclass(kind, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)     # a second Ctrl-C changes nothing
+        if os.environ.get("NANOMEM_DEBUG", "0") not in ("", "0"):
+            sys.__excepthook__(kind, error, traceback)
+        elif issubclass(kind, KeyboardInterrupt):
+            sys.exit(130)
+        elif issubclass(kind, BrokenPipeError):
+            sys.exit(1)
+        elif not is_expected(error):
+            sys.__excepthook__(kind, error, traceback)
+        else:
+            print(f"{program}: {one_line(error)}", file=sys.stderr)
+
+    sys.excepthook = report
+    atexit.register(drop_unread_output)
+
+
+def is_expected(error):
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(EXPECTED & names) or any(text in str(error) for text in EXPECTED_TEXTS)
+
+
+def one_line(error):
+    """What happened, to which file, and what to do."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{error.filename}: {error.strerror}"
+    kind = type(error).__name__
+    hint = WHAT_TO_DO.get(kind) or WHAT_TO_DO.get(getattr(error, "errno", None))
+    return "; ".join(part for part in (text, hint) if part) or kind
+
+
+def drop_unread_output():
+    """At exit Python writes what is left in its buffers, to a reader that may have gone away."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def lock(path, wait=False):
+    """
+    Locks a file, or a folder by the file .lock in it, for as long as the returned file is open. The
+    lock is the operating system's and ends with the process, however that ends; the file stays.
+    Where another process has it: waits, or raises ConfigError.
+    """
+    path = Path(path)
+    name = path / ".lock" if path.is_dir() else path
+    file = open(name, "a+")
+    try:
+        import fcntl
+    except ImportError:     # Windows has none
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read() or "unknown"
+        need(wait, f"{path} is in use by the process {owner}: wait for its end, or stop it")
+        print(f"waiting for the process {owner}, which is at work on {path} ...", flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def configure(argv: list, namespace: dict) -> tuple:
