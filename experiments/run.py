@@ -1,4 +1,4 @@
-"""Run an experiment: every variant and seed through train.py, then a table with verdicts, and a picture.
+"""Run an experiment: every variant and seed through train.py, then table, verdicts, picture.
 
     python train.py experiments/move_table1.py --seeds=3        (or python experiments/run.py ...)
     python experiments/run.py claims                            every claim -> results/claims.md
@@ -82,7 +82,7 @@ def plain(node):
 
 
 def source_hash(model):
-    """8 hex digits over the code of model, kernels and trainer: comments and layout do not count."""
+    """8 hex digits over the code of model, kernels and trainer; comments do not count."""
     trees = []
     for file in (f"model_{model}.py", "kernels.py", "train.py"):
         trees.append(plain(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
@@ -117,10 +117,11 @@ def load_experiment(path, scale):
     exp.name = Path(path).stem
     wanted = ("model", "metric", "baseline", "seeds", "variants", scale)
     missing = [name for name in wanted if not hasattr(exp, name)]
-    need(not missing, f"{path} does not define {', '.join(missing)} (experiments/README.md has a whole one)")
+    need(not missing, f"{path} does not define {', '.join(missing)} (experiments/README.md shows "
+         "a whole file)")
     for name, value in exp.variants.items():
         need(isinstance(value, tuple) and isinstance(value[0], dict),
-             f"{path}: variant {name!r} must be (dict of overrides, paper's number or None[, seeds])")
+             f"{path}: variant {name!r} must be (overrides, paper's number or None[, seeds])")
     exp.variants = {name: Variant(*value) for name, value in exp.variants.items()}
     if isinstance(exp.baseline, str):                           # one for all
         exp.baseline = dict.fromkeys(exp.variants, exp.baseline)
@@ -358,9 +359,9 @@ def check_data(rows, file, data_id):
         dataset = row["overrides"].get("dataset", "")
         seen.setdefault(dataset, set()).add(str(row["data_id"]))
     for ids in seen.values():
-        need(len(ids) == 1, f"results on different data (data_id {', '.join(sorted(ids))}) are never "
-             f"mixed: move {file.relative_to(ROOT)} away, or give the --dataset= on which its rows "
-             "were made")
+        need(len(ids) == 1, f"results on different data (data_id {', '.join(sorted(ids))}) are "
+             f"never mixed: move {file.relative_to(ROOT)} away, or give the --dataset= on which "
+             "its rows were made")
 
 
 def collect(exp, opt, runs, file, data_id=""):
@@ -482,6 +483,10 @@ def variant_line(exp, scale, rows, name):
         alike = all(row[key] == other[key] for key in ("device", "threads"))
         if alike and row["step_ms"] and other["step_ms"]:       # without steps there is no time
             times.append(row["step_ms"] / other["step_ms"])
+    also = []
+    for column in exp.also:
+        values = [row[column] for row in mine.values() if row.get(column) is not None]
+        also.append(text(values))
     gain = []
     printed = []
     if name != base:
@@ -495,7 +500,7 @@ def variant_line(exp, scale, rows, name):
         text(gain, "+"),
         "-" if number is None else f"{number:.5g}",
         text(printed, "+"),
-        *(text([row[key] for row in mine.values() if row.get(key) is not None]) for key in exp.also),
+        *also,
         flops,
         f"{mean(times):.2f}x" if times else "-",
         str(len(mine)),
@@ -625,7 +630,7 @@ def main(path, argv, dataset=""):
         for run in runs:
             check_begun(run)
         report(data_id_of(dataset))                             # refuses other data before it runs
-        for number in (signal.SIGINT, signal.SIGTERM):          # SIGINT is ignored after a shell's &
+        for number in (signal.SIGINT, signal.SIGTERM):          # a shell's & ignores SIGINT
             signal.signal(number, signal.default_int_handler)
         try:
             code = 1 if run_all(runs, opt, exp.metric, report) else 0
