@@ -44,7 +44,8 @@ def draw(rows, file):
                 axes.annotate(f"{title} {rate:g}", (kept, learned), (4, 4),
                               textcoords="offset points", fontsize=7)
                 points.append((kept, learned))
-        axes.plot(*zip(*points), "o-", markersize=4)
+        if points:
+            axes.plot(*zip(*points), "o-", markersize=4)
     axes.set(xlabel="loss of the old text", ylabel="loss of the new text",
              title="down is learned, left is kept", xmargin=0.15)
     figure.savefig(file, dpi=120)

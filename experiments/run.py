@@ -397,7 +397,13 @@ def results_of(path, scale):
 
 def differences(column, rows, a, b):
     """A's value of the column minus B's, of the seeds that both have."""
-    return [rows[a][seed][column] - rows[b][seed][column] for seed in rows[a] if seed in rows[b]]
+    found = []
+    for seed, row in rows[a].items():
+        mine = row.get(column)
+        other = rows[b].get(seed, {}).get(column)
+        if mine is not None and other is not None:
+            found.append(mine - other)
+    return found
 
 
 def value_at(row, column, fraction):

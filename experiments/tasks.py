@@ -158,7 +158,7 @@ def save_word_tokenizer(path, words):
     """A token a word or symbol; what is between them is left out."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     tok = Tokenizer(models.WordLevel({word: i for i, word in enumerate([EOT, *words])}))
-    tok.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|[^\w ]"), "removed", invert=True)
+    tok.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|#+|[^\w ]"), "removed", invert=True)
     tok.add_special_tokens([EOT])
     tok.save(str(path))
 
@@ -310,7 +310,7 @@ def prosqa(c, folder):
     if name == "words":
         name = folder / "tokenizer.json"
         folder.mkdir(parents=True, exist_ok=True)
-        words = ["Every", "is", "a", "or", "Is", *".?#\n"]
+        words = ["Every", "is", "a", "or", "Is", "###", *".?\n"]
         save_word_tokenizer(name, [*words, *NAMES, *CONCEPTS])
     tok = get_tokenizer(str(name))
     held_out = read_prosqa(c.val) if c.val else (prosqa_sample(rng) for _ in range(c.val_samples))
@@ -392,6 +392,7 @@ def read_texts(**settings):
     """(split, text, topic) of every document of a source, as prepare_fineweb.py reads it. A file
     that does not say its split, as one named val* does, has a tenth of its texts held out."""
     c = SimpleNamespace(**{**prepare_fineweb._defaults, **settings})
+    prepare_fineweb.check_source(c.source)
     for split, prompt, text, topic in prepare_fineweb.read_documents(c):
         need(prompt is None, f"source={c.source}: records with a text are wanted, not with prompt "
              "and answer")

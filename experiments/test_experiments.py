@@ -32,7 +32,6 @@ from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_gro
 
 import model_midus
 import model_move
-import prepare_fineweb
 import sample
 from experiments import analysis, tasks
 from experiments import run as runner
@@ -339,7 +338,7 @@ def test_the_table_and_its_picture(lab, monkeypatch):
 
 @pytest.mark.parametrize("steps, expected", [
     ([0, 100, 200, 300, 400], "+0.100, +0.200, +0.400"), ([0, 400], "-, -, +0.400"),
-    ([0, 90, 195, 400], "-, +0.195, +0.400"), ([], "-, -, -"),
+    ([0, 70, 195, 400], "-, +0.195, +0.400"), ([], "-, -, -"),
 ])
 def test_a_trend_is_taken_at_evaluations_near_the_quarters(steps, expected):
     curve = [{"step": step, "val_loss": step / 1000} for step in steps]
@@ -426,7 +425,7 @@ folder.mkdir(parents=True)
     assert (lab / "prepared.txt").read_text() == "--source=x --out=data/small"
     assert {call["dataset"] for call in calls(lab)} == {"data/small"}
     (lab / "experiments/make.py").write_text(script.read_text().replace("small", "task"))
-    exp = SimpleNamespace(prepare=dict(cpu="experiments/make.py toy --out=data/task"))
+    exp = SimpleNamespace(name="toy", prepare=dict(cpu="experiments/make.py toy --out=data/task"))
     assert runner.prepared_data(exp, runner.Options()) == "data/task"      # a command
     script.write_text("import sys; sys.exit(1)")
     with pytest.raises(ConfigError, match="could not be prepared.*--source=PATH.*--dataset=FOLDER"):
@@ -645,7 +644,7 @@ def test_which_memory_counts_equal_time_by_the_baselines_last_doubling(tmp_path)
     assert move[1:5] == ["+7", "1.50x", "2.00x", "0.50x"]
     assert move[6:8] == ["+0.0450 ± 0.0071", "holds"]
     # Steps of 1.5 times the time buy the baseline so much of a doubling.
-    assert move[8:10] == [f"{0.045 - 0.09 * math.log2(1.5):+.4f}", "inside noise"]
+    assert move[8:10] == [f"{0.045 - 0.1 * math.log2(1.5):+.4f}", "inside noise"]
     # Of two phases the second alone takes longer.
     assert cells["| MIDUS"][6:9] == ["-0.1000 ± 0.0000", "reversed",
                                      f"{-0.1 - 0.2 * math.log2(1.25):+.4f}"]
@@ -665,7 +664,7 @@ def test_rates_of_midus_are_drawn_as_a_line_for_each_method(tmp_path, monkeypatc
         rows[f"LESA {rate}"] = {0: row, 1: {key: value + 1 for key, value in row.items()}}
     midus_rates.draw(rows, tmp_path / "x.png")
     lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in drawn[0].axes[0].lines]
-    assert [line for line in lines if line[0]] == [([2.5, 3.5], [5.5, 4.5])]
+    assert lines == [([2.5, 3.5], [5.5, 4.5])]
 
 
 # ================================================================ tasks.py
@@ -878,7 +877,6 @@ def test_prosqa_is_a_graph_with_one_answer():
         assert not set(concepts) & {a for a, _ in edges}, "both are leaves"
         right = [name in above(edges, concept) for concept in concepts]
         assert sorted(right) == [False, True], "one answer"
-        assert not above(edges, concepts[0]) & above(edges, concepts[1]) & roots
         target = concepts[right.index(True)]
         assert sample["answer"] == f"{name} is a {target}."
         frontier = {name}
@@ -1338,12 +1336,11 @@ def scramble(module, std=0.5):
         p.normal_(0, std)
 
 
-@pytest.mark.parametrize("fields", [{}, dict(queries="layer_norm"), dict(method="llama_pro")],
-                         ids=str)
-def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(fields):
+@pytest.mark.parametrize("method", ["midus", "llama_pro"])
+def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(method):
     """Finite differences. A gate on a head is a factor of W_O's columns; in a memory block, which
     has no W_O, of the head's sub-keys."""
-    model = midus_grown(base=midus_base(torch.float64), **fields).eval()
+    model = midus_grown(method, midus_base(torch.float64)).eval()
     scramble(model.inserted)
     x = some_tokens(3, 9)
     y = x.roll(-1, 1)
