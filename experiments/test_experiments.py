@@ -2,7 +2,6 @@
 import ast
 import importlib
 import io
-import itertools
 import json
 import lzma
 import math
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -291,11 +290,9 @@ def test_the_noise_bound_is_students():
     assert runner.noise([1.0, 2.0, 3.0]) == pytest.approx(1.69, abs=.005)
     for n, quantile in enumerate(runner.T95, 1):               # the density from 0 to it is 0.45
         x = (np.arange(20000) + .5) / 20000 * quantile
-        scale = math.gamma((n + 1) / 2) / math.gamma(n / 2) / math.sqrt(n * math.pi)
-        density = scale * (1 + x ** 2 / n) ** (-(n + 1) / 2)
-        assert density.mean() * quantile == pytest.approx(.45, abs=1e-4), n
-    d = [.1 * i for i in range(12)]                            # beyond the table: a little strict
-    assert runner.noise(d) == pytest.approx(1.833 * np.std(d, ddof=1) / 12 ** .5)
+        density = (1 + x ** 2 / n) ** (-(n + 1) / 2)
+        beta = math.gamma(n / 2) / math.gamma((n + 1) / 2) * math.sqrt(n * math.pi)
+        assert density.mean() * quantile == pytest.approx(.45 * beta, abs=1e-4), n
 
 
 def test_the_table_and_its_picture(lab, monkeypatch):
@@ -623,31 +620,23 @@ def test_exchange_rate_same_flops(scale, vocab_size):
 def test_which_memory_counts_equal_time_by_the_baselines_last_doubling(tmp_path):
     from experiments import which_memory
     bpb = dict.fromkeys(which_memory.variants, (2.0, 2.02))     # dense, and whoever is not below
-    bpb.update(dict.fromkeys(which_memory.memories, (1.95, 1.98)))
-    for name in bpb:
-        if "x0.5" in name:
-            bpb[name] = (2.1,)
-    bpb["MIDUS base"] = (2.0, 2.0)
-    bpb["MIDUS base continued"] = (1.8, 1.8)
-    bpb["MIDUS"] = (1.9, 1.9)
-    recalls = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS}
+    bpb.update({"MoVE": (1.95, 1.98), "MoVE dense x0.5": (2.1,), "MIDUS": (1.9, 1.9),
+                "MIDUS base": (2.0, 2.0), "MIDUS base continued": (1.8, 1.8)})
     rows = {}
     for name, values in bpb.items():
-        size = {"total": 107 if name in which_memory.memories else 100}
-        rows[name] = {seed: dict(recalls, val_bpb=value, params=size)
-                      for seed, value in enumerate(values)}
+        row = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS}
+        row["params"] = {"total": 107 if name == "MoVE" else 100}
+        rows[name] = {seed: dict(row, val_bpb=value) for seed, value in enumerate(values)}
     cost = dict(step=1.5, decode=0.5, memory=2.0)
-    measured = {"machine": "toy", "ratios": dict.fromkeys(which_memory.memories, cost)}
-    lines = which_memory.table(rows, measured).splitlines()
-    cells = {line.split(" | ")[0]: line.split(" | ") for line in reversed(lines)}   # the first stay
-    move = cells["| MoVE"]
-    assert move[1:5] == ["+7", "1.50x", "2.00x", "0.50x"]
-    assert move[6:8] == ["+0.0450 ± 0.0071", "holds"]
+    measured = {"machine": "toy", "ratios": {"MoVE": cost, "MIDUS": cost}}
+    _, _, move, midus, *_ = which_memory.table(rows, measured).splitlines()
     # Steps of 1.5 times the time buy the baseline so much of a doubling.
-    assert move[8:10] == [f"{0.045 - 0.1 * math.log2(1.5):+.4f}", "inside noise"]
+    at_time = 0.045 - 0.1 * math.log2(1.5)
+    assert move == ("| MoVE | +7 | 1.50x | 2.00x | 0.50x | 2.0100 ± 0.0141 | +0.0450 ± 0.0071 "
+                    f"| holds | {at_time:+.4f} | inside noise | 2 |")
     # Of two phases the second alone takes longer.
-    assert cells["| MIDUS"][6:9] == ["-0.1000 ± 0.0000", "reversed",
-                                     f"{-0.1 - 0.2 * math.log2(1.25):+.4f}"]
+    at_time = -0.1 - 0.2 * math.log2(1.25)
+    assert midus.endswith(f"| -0.1000 ± 0.0000 | reversed | {at_time:+.4f} | reversed | 2 |")
     which_memory.draw_gains(rows, measured, tmp_path / "gain.png")
     which_memory.draw_recall(rows, measured, tmp_path / "recall.png")
     assert (tmp_path / "gain.png").exists() and (tmp_path / "recall.png").exists()
@@ -669,29 +658,6 @@ def test_rates_of_midus_are_drawn_as_a_line_for_each_method(tmp_path, monkeypatc
 
 # ================================================================ tasks.py
 
-def test_a_document_may_be_a_window_of_its_own(tmp_path):
-    records = [{"prompt": f"{i}?", "answer": "a" * (i % 5 + 1)} for i in range(40)]
-    source = write_jsonl(tmp_path / "tasks.jsonl", records)
-    settings = dict(source=source, tokenizer="bytes", val_fraction=0.3, workers=1)
-    folder = prepare(**settings, block_size=9, out=tmp_path / "data")
-    rows = []
-    for split in ("train", "val"):
-        data = TokenShards(folder, split, 9)
-        for ids, wanted in zip(*(t.tolist() for t in data.batch(range(data.n_windows)))):
-            text = bytes(i % 256 for i in ids[1:]).decode()
-            prompt, answer = re.fullmatch(r"(\d+\?)(a+)\0*", text).groups()
-            rows.append({"prompt": prompt, "answer": answer})
-            rest = [-1] * (8 - len(prompt + answer))
-            assert wanted == [-1] * len(prompt) + [97] * len(answer) + [256] + rest
-            assert ids[0] == 256
-        assert load_meta(folder)["documents"][split] == data.n_windows
-    assert sorted(rows, key=str) == sorted(records, key=str)
-    with pytest.raises(ConfigError, match="block_size=8"):
-        TokenShards(folder, "val", 8)
-    with pytest.raises(ConfigError, match="block_size=8.* needs block_size=9"):
-        prepare(**settings, block_size=8, out=tmp_path / "short")
-
-
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
              ast.Div: operator.truediv}
 
@@ -710,15 +676,16 @@ def operations(node, values):
     return values[-1]
 
 
-def needless_parentheses(step):
-    """Whether a pair of parentheses can go without changing the tree."""
-    tree = ast.dump(python(step))
-    for i, j in itertools.combinations([i for i, c in enumerate(step) if c in "()"], 2):
-        bare = step[:i] + " " + step[i + 1:j] + " " + step[j + 1:]
-        with suppress(SyntaxError):                            # if those two are not a pair
-            if step[i] + step[j] == "()" and ast.dump(python(bare.strip())) == tree:
-                return True
-    return False
+@pytest.mark.parametrize("tree, text", [
+    ([3, "-", [5, "-", [6], [1]], [2]], "6 - 1 - 2"),
+    ([3, "-", [6], [3, "-", [5], [2]]], "6 - (5 - 2)"),
+    ([8, "x", [4, "/", [8], [2]], [2]], "8 / 2 x 2"),
+    ([2, "/", [8], [4, "x", [2], [2]]], "8 / (2 x 2)"),
+    ([5, "+", [3], [2, "-", [4], [2]]], "3 + (4 - 2)"),
+    ([7, "+", [1], [6, "x", [2], [3]]], "1 + 2 x 3"),
+])
+def test_parentheses_stand_where_order_asks_for_them(tree, text):
+    assert tasks.infix(tree) == text
 
 
 def test_arithmetic_is_exact_at_every_step():
@@ -735,7 +702,6 @@ def test_arithmetic_is_exact_at_every_step():
             assert (len(numbers), len(values)) == (k, k - 1), record
             assert all(v == int(v) and 1 <= v <= largest for v in [*numbers, *values]), record
             assert not re.search(r"(?<!\d)1 x|[x/] 1(?!\d)", step), "a factor 1 is no operation"
-            assert not needless_parentheses(step), record
         used += re.sub("[^-+x/]", "", record["prompt"])
     assert all(used.count(operator) > len(used) / 10 for operator in "+-x/")
 
@@ -761,31 +727,30 @@ def task_folder(tmp_path, *flags):
 def test_a_task_trains_and_its_accuracy_is_a_result(tmp_path, capsys):
     folder, records = task_folder(tmp_path, "arithmetic", "--operands=2,3", "--max_value=12",
                                   "--samples=90", "--val_samples=9")
-    meta = load_meta(folder)
-    everything = records["train"] + records["val"]
-    assert len({r["prompt"] for r in everything}) == len(everything) == 198, "no prompt twice"
-    assert len(records["val"]) == 18
-    assert (meta["vocab_size"], meta["task"]["operands"]) == (13 + 7 + 1, "2,3")
-    lengths = {len(re.findall(r"\d+|\S", r["prompt"] + r["answer"])) + 2 for r in everything}
-    assert min(lengths) == tasks.longest(2) == 7
-    assert max(lengths) == tasks.longest(3) == meta["block_size"] + 1
+    everything = [record["prompt"] for record in records["train"] + records["val"]]
+    assert len(set(everything)) == 198 and len(records["val"]) == 18, "no prompt twice"
+    lengths = [len(re.findall(r"\d+|\S", r["prompt"] + r["answer"])) for r in records["train"]]
+    assert load_meta(folder)["block_size"] + 1 == max(lengths) + 2 == tasks.longest(3)
+    assert min(lengths) + 2 == tasks.longest(2) == 7
     run = tmp_path / "run"
     train("--depth=1", f"--dataset={folder}", f"--out_dir={run}", "--max_iters=2",
           "--batch_tokens=112", "--sample_tokens=0", "--eval_interval=1")
     result = json.loads((run / "result.json").read_text())
-    assert [at["step"] for at in result["curve"]] == [0, 1, 2]
     assert result["accuracy"] == result["curve"][2]["accuracy"] == log_of(run, "accuracy")[2]
-    assert f"accuracy {result['accuracy']:.4f}" in capsys.readouterr().out
+    assert f"accuracy {result['accuracy']:.3f}" in capsys.readouterr().out
     tasks.main(["accuracy", f"--out_dir={run}"])
-    printed = re.findall(r"(?m)^(accuracy\w*) +([\d.]+)$", capsys.readouterr().out)
-    keys = ("accuracy", "accuracy_2", "accuracy_3")
-    assert printed == [(key, f"{result[key]:.4f}") for key in keys]
-    other = [dict(at, accuracy=at["accuracy"] + 0.5) for at in result["curve"]]
-    rows = [{"variant": "A", "curve": result["curve"]}, {"variant": "A", "curve": other}]
-    write_jsonl(tmp_path / "toy.jsonl", rows)
-    tasks.main(["curves", f"--results={tmp_path / 'toy.jsonl'}"])
-    expected = result["curve"][0]["accuracy"] + 0.25
-    assert f"0: {expected:.3f}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for key in ("accuracy", "accuracy_2", "accuracy_3"):
+        assert f"{key:14} {result[key]:.4f}" in printed
+
+
+def test_curves_are_means_over_seeds(tmp_path, capsys):
+    rows = []
+    for accuracies in ((.1, .2, .3), (.3, .6)):                # the second seed is not yet there
+        curve = [{"step": step, "accuracy": value} for step, value in enumerate(accuracies)]
+        rows.append({"variant": "A", "curve": curve})
+    tasks.main(["curves", f"--results={write_jsonl(tmp_path / 'toy.jsonl', rows)}"])
+    assert re.search(r"A +0: 0.200 1: 0.400\n", capsys.readouterr().out)
     assert (tmp_path / "toy-curves.png").exists()
 
 
@@ -836,10 +801,10 @@ def test_score_and_answer_greedy_against_one_at_a_time():
     prompts = [[1, 2, 3], [4], [5, 6]]
     answers = [[7], [8, 9, 10], [11, 12]]
     got = tasks.score(model, prompts, answers, batch_size=2)
-    for prompt, answer, value in zip(prompts, answers, got):
+    for prompt, answer, value in zip(prompts, answers, got.tolist()):
         logp = F.log_softmax(model(torch.tensor([prompt + answer]))[0][0], -1)
-        wanted = sum(logp[len(prompt) + i - 1, token] for i, token in enumerate(answer))
-        assert value.item() == pytest.approx(wanted.item(), abs=1e-4)
+        wanted = logp[range(len(prompt) - 1, len(prompt + answer) - 1), answer].sum()
+        assert value == pytest.approx(wanted.item(), abs=1e-4)
     alone = []
     for prompt in prompts:
         tokens = sample.generate(model, torch.tensor([prompt]), 6, temperature=0)
@@ -869,26 +834,25 @@ def test_prosqa_is_a_graph_with_one_answer():
     lengths = []
     first = 0
     for _ in range(60):
-        sample = tasks.prosqa_sample(rng)
-        edges, name, *concepts = parse_prosqa(sample["question"])
+        question = tasks.prosqa_sample(rng)
+        edges, name, *concepts = parse_prosqa(question["question"])
         roots = {a for a, _ in edges} - {b for _, b in edges}
-        assert roots <= set(tasks.NAMES) and {b for _, b in edges} <= set(tasks.CONCEPTS)
-        assert name in roots and len(set(edges)) == len(edges)
+        assert name in roots <= set(tasks.NAMES) and len(set(edges)) == len(edges)
         assert not set(concepts) & {a for a, _ in edges}, "both are leaves"
         right = [name in above(edges, concept) for concept in concepts]
         assert sorted(right) == [False, True], "one answer"
         target = concepts[right.index(True)]
-        assert sample["answer"] == f"{name} is a {target}."
+        assert question["answer"] == f"{name} is a {target}."
         frontier = {name}
         at = name
-        for step in sample["steps"]:
+        for step in question["steps"]:
             assert target not in frontier, "there is a shorter way"
             every = "" if at in roots else "Every "
             at = re.fullmatch(rf"{every}{at} is a (\w+)\.", step)[1]
             frontier = {b for a, b in edges if a in frontier}
             assert at in frontier
-        assert at == target and len(sample["steps"]) >= 3
-        lengths.append(len(sample["steps"]))
+        assert at == target and len(question["steps"]) >= 3
+        lengths.append(len(question["steps"]))
         first += right[0]
     assert 15 < first < 45, "the place of an answer does not tell"
     assert 3.5 < np.mean(lengths) < 4.2                        # of the published files: 3.8
@@ -1136,8 +1100,6 @@ def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered
     c = SimpleNamespace(datastore=10 ** 6, sequences=4, device="cpu")
     found = analysis.rag(model, tok, clustered, c)
     assert list(found) == ["nothing", "nearest to 32 tokens", "nearest to the whole", "any text"]
-    assert all(values == {"loss": 1.0} for values in found.values())
-    assert [idx.shape for idx, _ in seen] == [(16, 16)] + [(16, 31)] * 3
     data = TokenShards(clustered, "train", 32)
     windows = range(data.n_windows)
     leaves = data.context(windows)["leaf"].tolist()
@@ -1150,19 +1112,17 @@ def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered
         return tree.embedder([tok.decode(list(row)) for row in rows])
 
     stored = vectors(known)
+    plain, wanted = seen[0]
     for (idx, targets), length in zip(seen[1:], (8, 15, None)):
-        for n, (row, target) in enumerate(zip(idx, targets)):
-            text, wanted = seen[0][0][n, 1:], seen[0][1][n]
-            assert row[0] == tok.eot and torch.equal(row[16:], text)
-            assert torch.equal(target[target >= 0], wanted[wanted >= 0])
-            assert torch.equal(target[:-1][target[:-1] >= 0], row[1:][target[:-1] >= 0])
-            assert (target[:15 + 8] == -1).all()
-            chosen = tuple(row[1:16].tolist())
+        assert torch.equal(idx[:, 16:], plain[:, 1:]) and torch.equal(targets[:, 23:], wanted[:, 8:])
+        assert (idx[:, 0] == tok.eot).all() and (targets[:, :23] == -1).all()
+        for row in idx.tolist():
+            chosen = tuple(row[1:16])
             assert chosen in known
             if length:
-                asked = tok.decode(text[:length].tolist())
-                leaf = tree.path([asked])[0, -1]
-                distance = torch.cdist(vectors([text[:length].tolist()]), stored)[0].tolist()
+                asked = row[16:16 + length]
+                leaf = tree.path([tok.decode(asked)])[0, -1]
+                distance = torch.cdist(vectors([asked]), stored)[0].tolist()
                 distance = dict(zip(known, distance))
                 near = min(distance[other] for other in known if known[other] == leaf)
                 assert known[chosen] == leaf and distance[chosen] == pytest.approx(near)
@@ -1177,10 +1137,8 @@ def test_entropy_of_equal_and_of_orthogonal_vectors():
                         (orthogonal[:, :7] * 2, math.log(7)), (two, half)):
         assert analysis.renyi_entropy(z) == pytest.approx(expected, abs=1e-5)
     assert analysis.renyi_entropy(two, alpha=2) == pytest.approx(-math.log(5 / 9))
-    pieces = analysis.standardise([torch.randn(5, 3) * 7 + 2, torch.randn(9, 3) - 4])
-    together = torch.cat(pieces)
-    assert [len(z) for z in pieces] == [5, 9] and together.mean(0).abs().max() < 1e-6
-    assert together.std(0).sub(1).abs().max() < 1e-6
+    one, other = analysis.standardise([torch.tensor([[1.], [2]]), torch.tensor([[3.]])])
+    assert one.tolist() == [[-1], [0]] and other.tolist() == [[1]]
 
 
 def test_probe_separates_what_is_separable_and_guesses_the_rest():
@@ -1298,9 +1256,6 @@ def test_words_json_is_appendix_b():
     words = json.loads((ROOT / "experiments/words.json").read_text())
     assert sorted(words) == sorted("bank crane bat date watch block brilliant cold".split())
     for word, lengths in words.items():
-        counts = {length: [len(text.split()) for text in three]
-                  for length, three in lengths.items()}
-        assert max(counts["short"]) < 10 < min(counts["medium"]) and min(counts["long"]) > 60
         for three in lengths.values():                         # a gate sees what is to its left
             assert len(three) == 3
             assert all(re.search(rf"\b{word}\W*$", text) for text in three)
@@ -1384,8 +1339,9 @@ def test_importance_takes_the_other_models_too(name):
 @pytest.fixture(scope="module")
 def grown_run(midus_run, text_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("midus") / "cpt"
-    train("--model=midus", *TINY, f"--dataset={text_folder}", "--max_iters=4", "--upscale=midus",
-          "--phase=cpt", "--n_keys=8", f"--init_from={midus_run}", f"--out_dir={out}")
+    train("--model=midus", *TINY, "--depth=2", f"--dataset={text_folder}", "--max_iters=4",
+          "--upscale=midus", "--phase=cpt", "--n_keys=8", f"--init_from={midus_run}",
+          f"--out_dir={out}")
     return out
 
 
@@ -1414,16 +1370,8 @@ def test_the_importance_of_a_run_is_the_mean_over_windows(midus_run, grown_run, 
 
 def test_slots_are_counted_by_head_and_layer(midus_run, grown_run, text_folder, monkeypatch):
     found = analyse("slots", grown_run, "--sequences=3")
-    model = sample.load_model(grown_run, "cpu")[0]
-    seen = []
-    model.inserted[0].memory.retrieve.register_forward_hook(
-        lambda module, inputs, output: seen.append(output[0].clone()))
-    model(first_windows(text_folder, 3)[0])
-    touched = [len(seen[0][:, head].unique()) for head in range(2)]
-    assert found["touched"] == [touched] and (found["slots"], found["tokens"]) == (64, 96)
-    assert found["dead"] == [[1 - n / 64 for n in touched]]
-    assert found["dead in all heads"] == [1 - len(seen[0].unique()) / 64]
-    assert sum(found["ranked"][0]) == pytest.approx(1)
+    assert (found["slots"], found["tokens"]) == (64, 96)
+    assert sum(found["ranked"][0]) == pytest.approx(1) and "constant" in found
     with pytest.raises(ConfigError, match="for models with memory slots"):
         analysis.main(["slots", f"--runs={midus_run}"])
     windows = iter([[[[1., 0, 0, 0], [.5, .5, 0, 0]]], [[[.25, 0, .75, 0], [0, 1, 0, 0]]]])
@@ -1432,6 +1380,7 @@ def test_slots_are_counted_by_head_and_layer(midus_run, grown_run, text_folder, 
         return {"use": (torch.tensor(next(windows)), ("layer", "head", "slot"))}
 
     monkeypatch.setattr(model_midus.Model, "inspect", inspect)
+    model = sample.load_model(grown_run, "cpu")[0]
     c = SimpleNamespace(sequences=2, device="cpu")
     assert analysis.slot_use(model, None, text_folder, c) == {
         "slots": 4, "tokens": 64, "touched": [[2, 2]], "dead": [[.5, .5]],
@@ -1443,32 +1392,18 @@ def test_blocks_that_add_a_constant_are_found_out(grown_run, text_folder):
     but a bias loses nothing by it."""
     model = sample.load_model(grown_run, "cpu")[0]
     c = SimpleNamespace(sequences=3, device="cpu")
-    x, y = first_windows(text_folder, 3)
     memory = model.inserted[0].memory
     found = analysis.block_losses(model, text_folder, c)
+    assert found["loss"] == pytest.approx(analysis.mean_loss(model, text_folder, c))
     added = []
-    hook = memory.register_forward_hook(lambda module, inputs, output: added.append(output))
-
-    @torch.no_grad()
-    def loss():
-        return model(x, y)[1].item()
-
-    whole = loss()
-    hook.remove()
-
-    def loss_with(bias):
+    memory.register_forward_hook(lambda module, inputs, output: added.append(output))
+    analysis.mean_loss(model, text_folder, c)
+    mean = torch.cat(added).mean((0, 1))
+    for name, bias in (("silent", 0 * mean), ("constant", mean)):
         memory.forward = lambda a, *more: bias.expand(*a.shape[:2], -1)
-        return loss()
-
-    bias = added[0].mean((0, 1))
-    assert found == pytest.approx({"loss": whole, "silent": loss_with(0 * bias),
-                                   "constant": loss_with(bias)}, abs=1e-5)
-    assert len({round(value, 7) for value in found.values()}) == 3
-    shift = loss_with(torch.linspace(-1, 1, model.config.n_embd))
-    biased = analysis.block_losses(model, text_folder, c)
-    assert biased["loss"] == pytest.approx(biased["constant"], abs=1e-5)
-    assert biased["loss"] == pytest.approx(shift, abs=1e-5)
-    assert abs(biased["silent"] - biased["loss"]) > 1e-3
+        biased = analysis.block_losses(model, text_folder, c)
+        assert found[name] == pytest.approx(biased["loss"], abs=1e-5) != found["loss"]
+        assert biased["constant"] == pytest.approx(biased["loss"], abs=1e-5)
 
 
 def test_parts_of_layers_are_weighed_by_leaving_them_out(midus_run, grown_run, text_folder,
@@ -1480,23 +1415,18 @@ def test_parts_of_layers_are_weighed_by_leaving_them_out(midus_run, grown_run, t
     said = capsys.readouterr().out
     assert said.count("attention ") == 2 and said.count("all memories") == 1
     found = json.loads((tmp_path / "analysis_parts.json").read_text())
-    x, y = first_windows(text_folder, 3)
+    c = SimpleNamespace(sequences=3, device="cpu")
     for run, parts in found.items():
-        model = sample.load_model(run, "cpu")[0].requires_grad_(False)
-        assert parts["loss"] == pytest.approx(model(x, y)[1].item(), abs=1e-5)
         for name, last in (("attn", "attn.W_O.weight"), ("mlp", "mlp.down.weight")):
-            for layer, block in enumerate(model.blocks):
-                matrix = block.get_parameter(last)
-                kept = matrix.clone()
-                matrix.zero_()
-                rise = model(x, y)[1].item() - parts["loss"]
+            for layer in range(2):
+                model = sample.load_model(run, "cpu")[0]
+                model.blocks[layer].get_parameter(last).data.zero_()
+                rise = analysis.mean_loss(model, text_folder, c) - parts["loss"]
                 assert parts[name][layer] == pytest.approx(rise, abs=1e-5) and rise != 0
-                matrix.copy_(kept)
     grown, base = found[str(grown_run)], found[str(midus_run)]
     assert base["memory"] == [None, None] and base["all memories"] is None
     assert grown["mlp"][-1] is None and grown["memory"][:-1] == [None, None]
     model = sample.load_model(grown_run, "cpu")[0]
-    c = SimpleNamespace(sequences=3, device="cpu")
     silent = analysis.block_losses(model, text_folder, c)["silent"]
     assert grown["memory"][-1] == pytest.approx(silent - grown["loss"], abs=1e-6)
     assert grown["all memories"] == grown["memory"][-1]
