@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from prepare_fineweb import configure, guard, help_text, need, prepare, read_files
+from prepare_fineweb import ConfigError, configure, guard, help_text, need, prepare, read_files
 
 # ---------------------------------------------------------------- settings: --key=value
 source = ""                   # the file, or a folder of them
@@ -33,7 +33,10 @@ def read_records(path):
     """[(record, where it stands)]"""
     if path.suffix != ".json":
         return [(row, where) for _, where, row in read_files(path, "text")]
-    rows = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:                                 # it does not name the file
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     need(isinstance(rows, list), f"{path} must be an array of records; one record a line is a "
          ".jsonl file")
     return [(row, f"{path}, record {n}") for n, row in enumerate(rows, 1)]

@@ -49,7 +49,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare_fineweb
-from prepare_fineweb import EOT, TokenShards, configure, find_dataset, get_tokenizer
+from prepare_fineweb import EOT, ConfigError, TokenShards, configure, find_dataset, get_tokenizer
 from prepare_fineweb import guard, help_text, load_meta, need, prepare
 
 # ---------------------------------------------------------------- settings: --key=value
@@ -294,8 +294,11 @@ def prosqa_sample(rng):
 def read_prosqa(path):
     """The samples of a published file, a JSON list, plain or .xz."""
     reader = lzma.open if path.endswith(".xz") else open
-    with reader(path, "rt", encoding="utf-8") as file:
-        found = json.load(file)
+    try:
+        with reader(path, "rt", encoding="utf-8") as file:
+            found = json.load(file)
+    except (ValueError, EOFError, lzma.LZMAError) as error:     # these do not name the file
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     need(isinstance(found, list) and found, f"{path} must be a JSON list of samples")
     for n, sample in enumerate(found):
         for key in ("question", "answer", "steps"):
