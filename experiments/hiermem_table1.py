@@ -1,28 +1,43 @@
-"""Hierarchical memories, Table 1: a bank fetched by topic lowers the loss; most when the anchor goes on learning with it, less with a frozen
-anchor, least when both start from scratch with all the tokens.
+"""Hierarchical memories, Table 1: a bank fetched by topic lowers the loss; most when the anchor
+goes on learning with it, less with a frozen anchor, least when both start from scratch with all
+the tokens.
 
-The paper's numbers are log perplexities of Wikipedia with fetched memories, rows A1, A3, A2, A4 (160M). Beside them two controls: the anchor trained
-on for the same tokens, and a plain model of the same size at run time (a wider FFN). `python experiments/analysis.py retrieval` then gives
-the losses with other memories than the fetched ones: the generic one, none, a wrong one, the one that the first 32 tokens ask for."""
+The paper's numbers are log perplexities of Wikipedia with fetched memories, rows A1, A3, A2, A4
+(160M). Beside them two controls: the anchor trained on for the same tokens, and a plain model of
+the same size at run time (a wider FFN). The memories are the defaults, 64,24 over 8,8, a fetch of
+10% of the anchor. `python experiments/analysis.py retrieval` then gives the losses with other
+memories than the fetched ones: the generic one, none, a wrong one, the one that the first 32
+tokens ask for.
+"""
 from math import log
 
-model, metric, baseline, seeds = "hiermem", "val_loss", "A1 anchor", 2
-prepare = dict(cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=20_000_000 --clusters=8,8 --out=data/fineweb_edu_8_8",
-               gpu="--source=fineweb_edu --max_tokens=400_000_000 --clusters=16,16 --out=data/fineweb_edu_16_16")
-cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_size=4, batch_tokens=1024, max_iters=1024, eval_interval=512, eval_tokens=131072,
-           sample_tokens=0, optimizer="muon", schedule="wsd", learning_rate=15e-3)                # which_memory.py's rates
-# 1.05M tokens a phase; memories: the defaults, 64,24 over 8,8, a fetch of 10% of the anchor, at the recipe's 5e-3, a third of the anchor's rate
-gpu = dict(preset="openlm_160m", clusters="16,16", ranks="256,64", block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=250)
-twice = dict(cpu=dict(max_iters=2048), gpu=dict(max_iters=2000))
-later = dict(init_from="@A1 anchor", cpu=dict(skip_steps=1024), gpu=dict(skip_steps=1000))        # a second phase goes on in the data
-memories = dict(later, weight_decay=1e-3, memory="ffn", cpu=dict(skip_steps=1024, memory_lr=1 / 3),
-                gpu=dict(skip_steps=1000, learning_rate=1e-4, min_lr=1e-5))                      # A.2
+model = "hiermem"
+metric = "val_loss"
+baseline = "A1 anchor"
+seeds = 3
+prepare = dict(
+    cpu="--source=fineweb_edu --tokenizer=bpe --vocab_size=4096 --max_tokens=30_000_000 "
+        "--clusters=8,8 --out=data/fineweb_edu_8_8",
+    gpu="--source=fineweb_edu --max_tokens=400_000_000 --clusters=16,16 "
+        "--out=data/fineweb_edu_16_16")
+cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_tokens=4096, max_iters=2000,
+           eval_interval=250, eval_tokens=131072, sample_tokens=0)      # 8.2M tokens a phase
+gpu = dict(preset="openlm_160m", clusters="16,16", ranks="256,64", block_size=1024,
+           batch_tokens=131072, max_iters=1000, eval_interval=125)
+later = dict(init_from="@A1 anchor", cpu=dict(skip_steps=2000), gpu=dict(skip_steps=1000))
+memories = dict(later, weight_decay=1e-3, memory="ffn",
+                gpu=dict(skip_steps=1000, learning_rate=1e-4, min_lr=1e-5))     # A.2
+from_scratch = dict(weight_decay=0.1, cpu=dict(max_iters=4000),
+                    gpu=dict(max_iters=2000, learning_rate=1e-3, min_lr=1e-5))
+wider = dict(dense=True, cpu=dict(n_inner=600, max_iters=4000),
+             gpu=dict(n_inner=2368, max_iters=2000))
 variants = {
     "A1 anchor": (dict(dense=True), log(17.2)),
     "A1 continued": (dict(later, dense=True), None),
     "A3 frozen": (dict(memories, frozen=True), log(15.2)),
     "A2 co-trained": (memories, log(14.2)),
-    "A4 from scratch": (dict(weight_decay=0.1, cpu=dict(twice["cpu"], memory_lr=1 / 3), gpu=dict(twice["gpu"], learning_rate=1e-3, min_lr=1e-5)), log(15.6)),
-    "wider": (dict(dense=True, cpu=dict(n_inner=600, max_iters=2048), gpu=dict(n_inner=2368, max_iters=2000)), None),
+    "A4 from scratch": (from_scratch, log(15.6)),
+    "wider": (wider, None),
 }
-claims = ["A1 anchor > A4 from scratch > A3 frozen > A2 co-trained", "A1 continued > A3 frozen", "A1 continued > A2 co-trained", "wider > A2 co-trained"]
+claims = ["A1 anchor > A4 from scratch > A3 frozen > A2 co-trained", "A1 continued > A3 frozen",
+          "A1 continued > A2 co-trained", "wider > A2 co-trained"]

@@ -1,15 +1,23 @@
-"""LIMe, section 5.4.2: on the Arithmetic Expression Task of 6 operands LIMe beats LLaMA, more so early on.
+"""LIMe, section 5.4.2: on the Arithmetic Expression Task of 6 operands LIMe beats LLaMA, more so
+early on.
 
-4 layers, width 32, 4 heads, linear decay, as in the paper's Appendix A, but numbers up to 19 and 10 epochs (gpu: 199 and the paper's 200). At two
-learning rates (the router's 1e-2 with both), since the gap is one of learning speed: `python experiments/tasks.py curves` shows the accuracy over
-the steps, 195 to an epoch."""
-model, metric, baseline, seeds = "lime", "accuracy", "LLaMA 1e-3", 3
-prepare = dict(cpu="experiments/tasks.py arithmetic --operands=6 --max_value=19 --out=data/aet6_19",
-               gpu="experiments/tasks.py arithmetic --operands=6 --max_value=199 --out=data/aet6_199")
-shape = dict(depth=4, n_embd=32, n_head=4, n_inner=128, block_size=62, batch_size=256, batch_tokens=256 * 62,
-             schedule="wsd", warmdown=1.0, sample_tokens=0)                          # wsd with warmdown 1 falls from the end of the warm-up on
-cpu = dict(shape, max_iters=1950, eval_interval=195, eval_tokens=62000)              # 10 epochs of 50,000 samples
-gpu = dict(shape, max_iters=39000, eval_interval=1950, eval_tokens=62000)            # 200 epochs
+4 layers, width 32, 4 heads, linear decay, as in the paper's Appendix A, but numbers up to 19 and 10
+epochs (gpu: 199 and the paper's 200). At two learning rates (the router's 1e-2 with both), since
+the gap is one of learning speed: `python experiments/tasks.py curves` shows the accuracy over the
+steps, 195 to an epoch.
+"""
+model = "lime"
+metric = "accuracy"
+baseline = "LLaMA 1e-3"
+seeds = 3
+prepare = dict(
+    cpu="experiments/tasks.py arithmetic --operands=6 --max_value=19 --out=data/aet6_19",
+    gpu="experiments/tasks.py arithmetic --operands=6 --max_value=199 --out=data/aet6_199")
+shape = dict(depth=4, n_embd=32, n_head=4, n_inner=128, block_size=62, batch_size=256,
+             batch_tokens=256 * 62, eval_tokens=62000, sample_tokens=0,
+             schedule="wsd", warmdown=1.0)                      # falls from the warm-up's end on
+cpu = dict(shape, max_iters=1950, eval_interval=195)            # 10 epochs of 50,000 samples
+gpu = dict(shape, max_iters=39000, eval_interval=1950)          # 200 epochs
 variants = {
     "LLaMA 1e-3": (dict(dense=True, learning_rate=1e-3), .413),
     "LIMe 1e-3": (dict(learning_rate=1e-3), .716),

@@ -1,12 +1,20 @@
-"""MIDUS, Table 3 (Llama 3.2 1B): of the memories that a block may hold, HML is better than linear and product keys, and as good as UltraMem.
+"""MIDUS, Table 3 (Llama 3.2 1B): of the memories that a block may hold, HML is better than linear
+and product keys, and as good as UltraMem.
 
-Starts from midus_table1.py's base, on its data: `python train.py experiments/midus_table1.py --only=base`. The paper's numbers are the log of its
-WikiText perplexities (midus_table1.py says what that means for the two columns); it prints 11.64 for UltraMem and HML alike, so that between them
-there is nothing to claim."""
+Starts from midus_table1.py's base, on its data: `python train.py experiments/midus_table1.py
+--only=base`. The paper's numbers are the log of its WikiText perplexities (midus_table1.py says
+what that means for the two columns); it prints 11.64 for UltraMem and HML alike, so that between
+them there is nothing to claim.
+"""
 from math import log
+
 from experiments.midus_table1 import cpu, gpu, prepare
 
-model, metric, also, baseline, seeds = "midus", "val_loss", ("retention_loss",), "HML", 2
+model = "midus"
+metric = "val_loss"
+also = ("retention_loss",)
+baseline = "HML"
+seeds = 3
 cpt = dict(init_from="@midus_table1/base", phase="cpt", upscale="midus")
 variants = {
     "HML": (cpt, log(11.64)),

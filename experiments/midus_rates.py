@@ -1,13 +1,58 @@
-"""MIDUS: the learning rate of each method of Table 1, on one seed: what it learns of the new text and what it forgets of the old.
+"""MIDUS: the learning rate of each method of Table 1, on one seed: what it learns of the new text
+and what it forgets of the old.
 
-Every method learns more and forgets more at a higher rate, so that one rate a method says little: the picture has a line for each, and one method is
-better than another where its line is below the other's. Starts from midus_table1.py's base: `python train.py experiments/midus_table1.py --only=base --seeds=1`.
-HML's row at 0.0005 is from an earlier base, trained alike, which ended at 3.700."""
-from experiments.midus_table1 import cpu, gpu, prepare
+Every method learns more and forgets more at a higher rate, so that one rate a method says little.
+`python experiments/midus_rates.py` draws the new text's loss by the old one's, a line a method: one
+method is better than another where its line is below the other's. Starts from midus_table1.py's
+base: `python train.py experiments/midus_table1.py --only=base --seeds=1`.
+"""
+import sys
+from pathlib import Path
+from statistics import mean
 
-model, metric, also, seeds = "midus", "val_loss", ("retention_loss",), 1
-cpt = dict(init_from="@midus_table1/base", phase="cpt")
-methods = ("midus", "opt_deus", "avg_deus", "lesa", "llama_pro", "base", "solar")
-variants = {f"{method} {rate:g}": (dict(cpt, upscale=method, learning_rate=rate), None) for method in methods
-            for rate in (1.25e-4, 5e-4, 2e-3, 8e-3)}
-baseline = {name: f"{name.split()[0]} 0.002" for name in variants}
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments.midus_table1 import cpu, gpu, methods, prepare
+from experiments.run import ROOT, results_of
+from prepare_fineweb import guard
+
+model = "midus"
+metric = "val_loss"
+also = ("retention_loss",)
+seeds = 1
+RATES = (1.25e-4, 5e-4, 2e-3, 8e-3)
+variants = {}
+baseline = {}
+for title, (upscale, _) in methods.items():
+    for rate in RATES:
+        cpt = dict(init_from="@midus_table1/base", phase="cpt", upscale=upscale)
+        variants[f"{title} {rate:g}"] = (dict(cpt, learning_rate=rate), None)
+        baseline[f"{title} {rate:g}"] = f"{title} 0.002"
+
+
+def draw(rows, file):
+    """A line for each method, a point for each rate: means over seeds."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    axes = figure.subplots()
+    for title in methods:
+        points = []
+        for rate in RATES:
+            found = rows[f"{title} {rate:g}"].values()
+            if found:
+                kept = mean(row["retention_loss"] for row in found)
+                learned = mean(row["val_loss"] for row in found)
+                axes.annotate(f"{title} {rate:g}", (kept, learned), (4, 4),
+                              textcoords="offset points", fontsize=7)
+                points.append((kept, learned))
+        if points:
+            axes.plot(*zip(*points), "o-", markersize=4)
+    axes.set(xlabel="loss of the old text", ylabel="loss of the new text",
+             title="down is learned, left is kept", xmargin=0.15)
+    figure.savefig(file, dpi=120)
+
+
+if __name__ == "__main__":
+    guard("midus_rates.py")
+    picture = ROOT / "experiments" / "results" / "midus_rates-cpu-plane.png"
+    draw(results_of(__file__, "cpu"), picture)
+    print(f"wrote {picture}")

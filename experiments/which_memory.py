@@ -1,10 +1,14 @@
-"""Which memory is worth its cost? Each architecture against its own plain baseline: same data, tokens and shape, paired seeds.
+"""Which memory is worth its cost? Each architecture against its own plain baseline: same data,
+tokens and shape, paired seeds.
 
-The text is educational prose with invented facts in it, each mentioned 1 to 100 times (experiments/tasks.py facts), and a run goes over it once, so
-that one run gives both the bits per byte and what was remembered. MIDUS and the post-hoc bank start from the trained baseline and are compared
-with going on with the baseline over the same text. The baselines' runs over half of the text say what more steps would have bought. All train their
-matrices with Muon (MoVE by its recipe): with AdamW a million tokens leave a model that has learned too little to judge its memory by.
-`python experiments/which_memory.py` then measures the costs, if they are not there yet, and makes the table and the two pictures of the README.
+The text has invented facts in it, each mentioned 1 to 100 times (experiments/tasks.py facts), and a
+run goes over it once, so that one run gives both the bits per byte and what was remembered. MIDUS
+and the post-hoc bank start from the trained baseline and are compared with going on with the
+baseline over the same text. The baselines' runs over half of the text say what more steps would
+have bought. All train their matrices with Muon, at which_rates.py's rates, and MoVE by its recipe.
+
+`python experiments/which_memory.py` then measures the costs, if they are not there yet, and makes
+the table and the two pictures of the README.
 """
 import json
 import math
@@ -13,152 +17,227 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
 from experiments import run
-from experiments.tasks import MENTIONS
+from experiments.tasks import MENTIONS, plot_recall
+from prepare_fineweb import guard, need
 
-model, metric, seeds = "move", "val_bpb", 3
-prepare = dict(cpu="experiments/tasks.py facts --clusters=8,8 --text_chars=3200000 --out=data/facts_cpu",
-               gpu="experiments/tasks.py facts --clusters=16,16 --text_chars=400000000 --per_bucket=208 --vocab_size=16384 --out=data/facts_gpu")
-cpu = dict(depth=4, n_embd=128, batch_size=4, batch_tokens=1024, max_iters=992, eval_interval=248, eval_tokens=109568, sample_tokens=0)   # one epoch
-gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=400, sample_tokens=0)           # batches of 131k tokens: about one epoch
-half = {"cpu": dict(max_iters=496), "gpu": dict(max_iters=400)}
-tuned = {                                                       # close to the best of which_rates.py, or less where a whole run asks for less
-    "LIMe": dict(muon_lr=0.02, learning_rate=27e-3, router_lr=1e-2 / 27e-3), "UltraMemV2": dict(muon_lr=0.02, learning_rate=36e-4),
-    "HierMem": dict(muon_lr=0.02, learning_rate=15e-3), "MIDUS base": dict(muon_lr=0.02, learning_rate=18e-3),
+model = "move"
+metric = "val_bpb"
+seeds = 3
+prepare = dict(
+    cpu="experiments/tasks.py facts --clusters=8,8 --text_chars=29000000 --out=data/facts_cpu",
+    gpu="experiments/tasks.py facts --clusters=16,16 --text_chars=400000000 --per_bucket=208 "
+        "--vocab_size=16384 --out=data/facts_gpu")
+cpu = dict(depth=4, n_embd=128, batch_tokens=4096, max_iters=2000, eval_interval=250,
+           eval_tokens=131072, sample_tokens=0)                 # 8.2M tokens, one epoch
+gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, sample_tokens=0)
+half = {"cpu": dict(max_iters=1000), "gpu": dict(max_iters=400)}
+untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's other rates
+tuned = {                       # at scale cpu; close to the best of which_rates.py
+    "MoVE": {},
+    "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
+    "UltraMemV2": dict(learning_rate=36e-4),
+    "HierMem": dict(learning_rate=15e-3),
+    "MIDUS base": dict(learning_rate=18e-3),
 }
-bank = dict(memory_lr=1 / 3)                                    # HierMem's memories: 5e-3, the recipe's rate
-untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's rate: your own model, and MIDUS's second phase
-muon = {"MoVE": {}} | {title: dict(untuned, cpu=keys) for title, keys in tuned.items()}
-plain = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
-plain |= {path.stem[6:]: path.stem[6:] for path in sorted(run.ROOT.glob("model_*.py")) if path.stem[6:] not in (*plain.values(), "midus")}  # your own
+bank = dict(memory_lr=1 / 3)                                    # HierMem's: 5e-3, the recipe's rate
+models = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
+for path in sorted(run.ROOT.glob("model_*.py")):                # and your own
+    own = path.stem.removeprefix("model_")
+    if own not in (*models.values(), "midus"):
+        models[own] = own
+
+
+def keys_of(title, name):
+    if title == "MoVE":                                         # its recipe has Muon
+        return dict(model=name)
+    return dict(model=name, **untuned, cpu=tuned.get(title, {}))
+
+
 variants = {}
-for title, file in plain.items():
-    keys = dict(model=file, **muon.get(title, untuned))
-    variants |= {f"{title} dense": (dict(keys, dense=True), None), title: (keys | (bank if title == "HierMem" else {}), None)}
-    variants[f"{title} dense x0.5"] = dict(keys, dense=True, **{scale: half[scale] | keys.get(scale, {}) for scale in half}), None, 1
-midus, hiermem = dict(model="midus", init_from="@MIDUS base", phase="cpt", **untuned), dict(model="hiermem", **muon["HierMem"])
-variants |= {
-    "MIDUS base": (dict(model="midus", dense=True, **muon["MIDUS base"]), None),
-    "MIDUS base continued": (dict(midus, upscale="base"), None),                         # both at the recipe's rate
+baseline = {}
+for title, name in models.items():
+    keys = keys_of(title, name)
+    shorter = {scale: {**keys.get(scale, {}), **half[scale]} for scale in half}
+    memory = bank if title == "HierMem" else {}
+    variants[f"{title} dense"] = (dict(keys, dense=True), None)
+    variants[title] = (dict(keys, **memory), None)
+    variants[f"{title} dense x0.5"] = ({**keys, "dense": True, **shorter}, None, 1)
+    baseline[title] = f"{title} dense"
+    baseline[f"{title} dense x0.5"] = f"{title} dense"
+midus = dict(model="midus", init_from="@MIDUS base", phase="cpt", **untuned)
+hiermem = dict(keys_of("HierMem", "hiermem"), init_from="@HierMem dense")
+variants.update({
+    "MIDUS base": (dict(keys_of("MIDUS base", "midus"), dense=True), None),
+    "MIDUS base continued": (dict(midus, upscale="base"), None),        # both at the recipe's rate
     "MIDUS": (dict(midus, upscale="midus"), None),
-    "HierMem dense continued": (dict(hiermem, dense=True, init_from="@HierMem dense"), None),
-    "HierMem post-hoc": (dict(hiermem, **bank, memory="ffn", frozen=True, init_from="@HierMem dense"), None),
-}
-baseline = {title: f"{title} dense" for title in plain} | {f"{title} dense x0.5": f"{title} dense" for title in plain}
-baseline |= {"MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base", "HierMem post-hoc": "HierMem dense continued",
-             "HierMem dense continued": "HierMem dense"}
-memories = (*plain, "MIDUS", "HierMem post-hoc")
+    "HierMem dense continued": (dict(hiermem, dense=True), None),
+    "HierMem post-hoc": (dict(hiermem, **bank, memory="ffn", frozen=True), None),
+})
+baseline.update({
+    "MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base",
+    "HierMem post-hoc": "HierMem dense continued", "HierMem dense continued": "HierMem dense",
+})
+memories = (*models, "MIDUS", "HierMem post-hoc")
 claims = [f"{baseline[title]} > {title}" for title in memories]
 
 
-# ---------------------------------------------------------------- python experiments/which_memory.py [cpu|gpu]: costs, table and pictures
+# ---------------------------------------------------------------- costs, table and pictures
 
-def costs(rows, scale, folder):
-    """Ratios to the baseline for each memory: a training step and decoding one sequence by turns on this machine, peak memory of the runs."""
-    found, device = {}, "cuda" if torch.cuda.is_available() else "cpu"
-    for title in [title for title in memories if 0 in rows[title]]:
-        keys = rows[title][0]["overrides"] | dict(bench=True, dataset=folder)
-        out = f"out/which_memory-{scale}"
-        if "init_from" in keys:
-            keys["init_from"] = f"{out}/{run.slug(keys['init_from'])}/s0/ckpt.pt"
-        steps = []
-        for _ in range(5):                                     # medians of 12 steps each; a busy host moves one of them by a tenth
-            shown = subprocess.run([sys.executable, "train.py", *(f"--{k}={v}" for k, v in keys.items())], cwd=run.ROOT, capture_output=True, text=True)
-            if not (step := re.search(r"^model .* (\S+) of dense", shown.stdout, re.M)):
-                sys.exit(f"train.py --bench failed for {title}:\n{shown.stdout[-500:]}{shown.stderr[-1500:]}")
-            steps.append(float(step[1]))
-        models = [sample.load_model(run.ROOT / out / run.slug(name) / "s0", device)[0] for name in (title, baseline[title])]
-        times = [[], []]
-        for turn in range(2 * 8):                              # the first of each is to warm up
-            idx, start = torch.zeros(1, 128, dtype=torch.long, device=device), time.perf_counter()
-            for token in sample.generate(models[turn % 2], idx, 64, temperature=0):
-                int(token)                                     # waits for a GPU
-            times[turn % 2].append(time.perf_counter() - start)
-        memory = [a["peak_memory_mb"] / rows[baseline[title]][seed]["peak_memory_mb"] for seed, a in rows[title].items()]
-        found[title] = dict(step=median(steps), steps=steps, decode=median(times[1][1:]) / median(times[0][1:]), memory=mean(memory))
-        print(title, found[title], flush=True)
-    return {"machine": f"{rows['MoVE'][0]['device']}, {torch.get_num_threads()} threads, torch {torch.__version__}", "ratios": found}
+def folder_of(title, scale):
+    return run.ROOT / f"out/which_memory-{scale}" / run.slug(title) / "s0"
+
+
+def step_ratio(title, scale, keys):
+    """Time of a training step in units of the baseline's: the median of five measurements."""
+    if "init_from" in keys:
+        keys = dict(keys, init_from=folder_of(keys["init_from"], scale) / "ckpt.pt")
+    flags = [f"--{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "experiments/step_time.py", *flags]
+    found = []
+    for _ in range(5):                                          # a busy host moves one by a tenth
+        shown = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True)
+        ratio = re.search(r"(\S+) of dense", shown.stdout)
+        need(ratio, f"step_time.py failed for {title}: {shown.stdout[-500:]}{shown.stderr[-1500:]}")
+        found.append(float(ratio[1]))
+    return median(found)
+
+
+def decode_ratio(title, scale, device):
+    """Time of 64 tokens after a prompt of 128, in units of the baseline's, measured by turns."""
+    names = (title, baseline[title])
+    nets = [sample.load_model(folder_of(name, scale), device)[0] for name in names]
+    times = ([], [])
+    for _ in range(8):
+        for net, spent in zip(nets, times):
+            idx = torch.zeros(1, 128, dtype=torch.long, device=device)
+            start = time.perf_counter()
+            for token in sample.generate(net, idx, 64, temperature=0):
+                int(token)                                      # waits for a GPU
+            spent.append(time.perf_counter() - start)
+    mine, dense = (median(spent[1:]) for spent in times)        # the first was to warm up
+    return mine / dense
+
+
+def costs(rows, scale):
+    """Of each memory, in units of its baseline's: a training step, decoding, peak memory."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ratios = {}
+    for title in memories:
+        if 0 not in rows[title]:
+            continue
+        result = json.loads((folder_of(title, scale) / "result.json").read_text())
+        keys = dict(rows[title][0]["overrides"], dataset=result["config"]["dataset"])
+        peaks = []
+        for seed, row in rows[title].items():
+            peaks.append(row["peak_memory_mb"] / rows[baseline[title]][seed]["peak_memory_mb"])
+        ratios[title] = dict(step=step_ratio(title, scale, keys),
+                             decode=decode_ratio(title, scale, device), memory=mean(peaks))
+        print(title, ratios[title], flush=True)
+    machine = f"{rows['MoVE'][0]['device']}, {torch.get_num_threads()} threads"
+    return {"machine": f"{machine}, torch {torch.__version__}", "ratios": ratios}
 
 
 def more_steps(rows, title, ratio):
-    """What the baseline would gain in bits per byte if it had `ratio` times the time: as much per doubling of its tokens as it gained by the last one.
-    Curves flatten: this flatters a baseline with more time, and is unkind to one with less. Of a continued baseline the second phase alone is scaled."""
-    again = "continued" in baseline[title]
-    before = baseline[baseline[title]] if again else f"{baseline[title]} x0.5"
-    return math.log2((1 + ratio) / 2 if again else ratio) * mean(run.differences(metric, rows, before, baseline[title]))
+    """Bits per byte that the baseline would gain in `ratio` times the time: as much per doubling of
+    its tokens as by the last one. Curves flatten: this flatters a baseline with more time, and is
+    unkind to one with less. Of a continued baseline the second phase alone is scaled."""
+    base = baseline[title]
+    if "continued" in base:
+        before = baseline[base]
+        tokens = (1 + ratio) / 2
+    else:
+        before = f"{base} x0.5"
+        tokens = ratio
+    return math.log2(tokens) * mean(run.differences(metric, rows, before, base))
+
+
+def gains(rows, title, ratio):
+    """The gain of each seed in bits per byte, at equal tokens and at equal time."""
+    gain = run.differences(metric, rows, baseline[title], title)
+    extra = more_steps(rows, title, ratio)
+    return gain, [g - extra for g in gain]
 
 
 def table(rows, measured):
-    lines = ["| memory | parameters | step time | memory in training | decoding | bpb of its baseline | gain, equal tokens | gain, equal time | verdict | seeds |",
-             "| --- " * 10 + "|"]
-    for title, ratios in measured["ratios"].items():
-        base, gain = baseline[title], run.differences(metric, rows, baseline[title], title)
-        added = rows[title][0]["params"]["total"] - rows[base][0]["params"]["total"]
-        verdict = run.verdict(gain).replace("holds", "worth it").replace("reversed", "worse")
-        in_time = mean(gain) - more_steps(rows, title, ratios["step"])
-        if verdict == "worth it" and len(gain) > 1 and abs(in_time) <= run.noise(gain):
-            verdict = "better; at equal time inside noise"
-        elif verdict == "worth it" and in_time < 0:
-            verdict = "better; not at equal time"
-        elif verdict == "worse" and in_time >= -run.noise(gain):
-            verdict = "worse; not at equal time"
-        elif verdict == "inside noise" and in_time < -run.noise(gain):
-            verdict = "inside noise; at equal time worse"
-        lines.append(f"| {title} | {added:+,} | {ratios['step']:.2f}x | {ratios['memory']:.2f}x | {ratios['decode']:.2f}x | "
-                     f"{run.text([row[metric] for row in rows[base].values()])} | {run.text(gain, '+')} | {in_time:+.4f} | {verdict} | {len(gain)} |")
-    lines += ["", "| recall by mentions | " + " | ".join(map(str, MENTIONS)) + " |", "| --- " * (len(MENTIONS) + 1) + "|"]
-    for name in dict.fromkeys(name for title in measured["ratios"] for name in (baseline[title], title)):
-        lines.append(f"| {name} | " + " | ".join(run.text([row[f'recall_{m}'] for row in rows[name].values()]).replace("0.", ".") for m in MENTIONS) + " |")
-    return "\n".join(lines) + f"\n\nTimes: {measured['machine']}, by turns; decoding in tokens/s. Guessing recalls .125.\n"
+    lines = run.heading(["memory", "parameters", "step time", "memory in training", "decoding time",
+                         "bpb of its baseline", "gain, equal tokens", "verdict",
+                         "gain, equal time", "verdict", "seeds"])
+    for title, cost in measured["ratios"].items():
+        base = rows[baseline[title]]
+        gain, in_time = gains(rows, title, cost["step"])
+        added = rows[title][0]["params"]["total"] - base[0]["params"]["total"]
+        lines.append(run.line([
+            title, f"{added:+,}", f"{cost['step']:.2f}x", f"{cost['memory']:.2f}x",
+            f"{cost['decode']:.2f}x", run.text([row[metric] for row in base.values()]),
+            run.text(gain, "+"), run.verdict(gain), f"{mean(in_time):+.4f}", run.verdict(in_time),
+            str(len(gain))]))
+    lines += ["", *run.heading(["recall by mentions", *map(str, MENTIONS)])]
+    for title in measured["ratios"]:
+        for name in (baseline[title], title):
+            recalled = []
+            for m in MENTIONS:
+                recalled.append(run.text([row[f"recall_{m}"] for row in rows[name].values()]))
+            lines.append(run.line([name, *recalled]))
+    lines += ["", f"Times: {measured['machine']}, by turns. Guessing recalls 0.125."]
+    return "\n".join(lines) + "\n"
 
 
-def pictures(rows, measured, stem):
+def draw_gains(rows, measured, file):
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
-    for n, (title, ratios) in enumerate(measured["ratios"].items()):
-        gain = run.differences(metric, rows, baseline[title], title)
-        axes.errorbar(ratios["step"], mean(gain), yerr=run.noise(gain) if len(gain) > 1 else None, fmt="o", capsize=4, color=f"C{n}", label=title)
-        axes.plot(ratios["step"], mean(gain) - more_steps(rows, title, ratios["step"]), "v", mfc="none", color=f"C{n}")
+    for n, (title, cost) in enumerate(measured["ratios"].items()):
+        gain, in_time = gains(rows, title, cost["step"])
+        bar = run.noise(gain) if len(gain) > 1 else None
+        axes.errorbar(cost["step"], mean(gain), yerr=bar, fmt="o", capsize=4, color=f"C{n}",
+                      label=title)
+        axes.plot(cost["step"], mean(in_time), "v", mfc="none", color=f"C{n}")
     axes.plot([], [], "v", mfc="none", color="grey", label="at equal time")
     axes.axhline(0, color="grey", linewidth=1)
-    axes.set(xlabel="time of a training step, x its baseline's", ylabel="gain in bits per byte", title="Which memory is worth its cost?")
+    axes.set(xlabel="time of a training step, x its baseline's", ylabel="gain in bits per byte",
+             title="Which memory is worth its cost?")
     axes.legend()
-    figure.savefig(f"{stem}-gain.png", dpi=120)
+    figure.savefig(file, dpi=120)
+
+
+def draw_recall(rows, measured, file):
+    from matplotlib.figure import Figure
+    titles = list(measured["ratios"])
     figure = Figure(figsize=(11, 2.8), layout="constrained")
-    for n, (panel, title) in enumerate(zip(figure.subplots(1, len(measured["ratios"]), sharey=True), measured["ratios"])):
-        for name, style, color in ((baseline[title], "o--", "grey"), (title, "o-", f"C{n}")):
-            recalled = [[row[f"recall_{m}"] for row in rows[name].values()] for m in MENTIONS]
-            panel.errorbar(MENTIONS, list(map(mean, recalled)), yerr=[stdev(r) if len(r) > 1 else 0 for r in recalled], fmt=style, capsize=3, color=color,
-                           label="its baseline" if style == "o--" else title)
-        panel.axhline(1 / 8, color="lightgrey", linewidth=1)
-        panel.set(xscale="log", xticks=MENTIONS, xticklabels=MENTIONS, title=title, xlabel="mentions", **{"ylabel": "facts recalled"} if n == 0 else {})
-        panel.minorticks_off()
-        panel.legend(fontsize=8)
-    figure.savefig(f"{stem}-recall.png", dpi=120)
+    panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for n, (axes, title) in enumerate(zip(panels, titles)):
+        plot_recall(axes, rows[baseline[title]].values(), fmt="o--", color="grey",
+                    label="its baseline")
+        plot_recall(axes, rows[title].values(), fmt="o-", color=f"C{n}", label=title)
+        axes.axhline(1 / 8, color="lightgrey", linewidth=1)
+        axes.set(title=title)
+        axes.legend(fontsize=8)
+    panels[0].set(ylabel="facts recalled")
+    figure.savefig(file, dpi=120)
 
 
 def main(scale="cpu"):
-    stem, rows = run.ROOT / "experiments" / "results" / f"which_memory-{scale}", run.results_of(__file__, scale)
-    file, first = Path(f"{stem}-cost.json"), run.ROOT / f"out/which_memory-{scale}/move/s0/result.json"
+    rows = run.results_of(__file__, scale)
+    stem = run.ROOT / "experiments" / "results" / f"which_memory-{scale}"
+    file = Path(f"{stem}-cost.json")
     if not file.exists():
-        if not first.exists():
-            raise run.ConfigError(f"the costs are measured where the runs were made: {first.relative_to(run.ROOT)} is not here")
-        file.write_text(json.dumps(costs(rows, scale, json.loads(first.read_text())["config"]["dataset"]), indent=1))
+        need(folder_of("MoVE", scale).exists(), "the costs are measured where the runs were made: "
+             f"{folder_of('MoVE', scale).relative_to(run.ROOT)} is not here")
+        file.write_text(json.dumps(costs(rows, scale), indent=1))
     measured = json.loads(file.read_text())
-    Path(f"{stem}-summary.md").write_text(table(rows, measured))
-    pictures(rows, measured, stem)
+    Path(f"{stem}-summary.md").write_text(table(rows, measured), encoding="utf-8")
+    draw_gains(rows, measured, f"{stem}-gain.png")
+    draw_recall(rows, measured, f"{stem}-recall.png")
     print(table(rows, measured))
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:2])
-    except run.ConfigError as error:
-        sys.exit(f"error: {error}")
+    guard("which_memory.py")
+    main(*sys.argv[1:2])

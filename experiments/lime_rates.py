@@ -1,0 +1,32 @@
+"""LIMe: the learning rates at which each model of lime_routers.py is best, at a quarter of its
+length: two of the base (1.5e-3, 3e-3) by two of the routers (3e-3, 1e-2).
+
+DenseFormer and Hyper-Connections learn their mixing weights at the routers' rate. LLaMA, which has
+neither, has a third base rate.
+"""
+from experiments.lime_routers import cpu, gpu, prepare
+
+model = "lime"
+metric = "val_loss"
+seeds = 1
+cpu = dict(cpu, max_iters=500)
+gpu = dict(gpu, max_iters=250)
+models = {
+    "LIMe": dict(), "average": dict(router="average"), "no-head-mix": dict(router="no-head-mix"),
+    "last-2": dict(router="last-2"), "last-4": dict(router="last-4"),
+    "first-2": dict(router="first-2-prev"), "first-4": dict(router="first-4-prev"),
+    "per-dim": dict(router="per-dim"), "dynamic": dict(router="dynamic"),
+    "DenseFormer": dict(baseline="denseformer"), "Hyper-Connections": dict(baseline="hyper"),
+}
+variants = {}
+baseline = {}
+for rate in (7.5e-4, 1.5e-3, 3e-3):
+    variants[f"LLaMA {rate:g}"] = (dict(dense=True, learning_rate=rate), None)
+    baseline[f"LLaMA {rate:g}"] = "LLaMA 0.0015"
+for title, keys in models.items():
+    for rate in (1.5e-3, 3e-3):
+        for routers in (3e-3, 1e-2):
+            name = f"{title} {rate:g} routers {routers:g}"
+            rates = dict(learning_rate=rate, router_lr=routers / rate)
+            variants[name] = (dict(keys, **rates), None)
+            baseline[name] = "LLaMA 0.0015"

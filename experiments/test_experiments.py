@@ -1,0 +1,1445 @@
+"""Tests of run.py, tasks.py, analysis.py and the tables; `python test_all.py` runs them too."""
+import ast
+import importlib
+import io
+import json
+import lzma
+import math
+import operator
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import redirect_stdout
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_grown, midus_run,
+                      some_tokens, text_folder, train, write_jsonl)
+
+import model_midus
+import model_move
+import sample
+from experiments import analysis, tasks
+from experiments import run as runner
+from experiments.tasks import read_jsonl
+from experiments.topics import Retriever, walk
+from prepare_fineweb import ConfigError, TokenShards, get_tokenizer, load_meta, prepare
+
+# ================================================================ run.py
+
+real_plot = runner.plot
+STAND_IN = '''"""Stands in for train.py: leaves a checkpoint and a result, the score of its seed."""
+import json, os, signal, sys, time
+from pathlib import Path
+
+args = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
+out = Path(args["out_dir"])
+with open("calls.txt", "a") as file:
+    print(*sys.argv[1:], file=file)
+if args.get("init_from") == "resume":
+    args |= json.loads((out / "ckpt.pt").read_text())
+elif "init_from" in args:
+    args["started"] = json.loads(Path(args["init_from"]).read_text())
+if args.get("fail") == "yes":
+    print("step 1\\nthe gradients broke")
+    sys.exit(3)
+(out / "ckpt.pt").write_text(json.dumps(args))
+if "waits" in args:
+    try:
+        Path("pid.txt").write_text(str(os.getpid()))
+        if args["waits"] == "interrupt":
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        (out / "ckpt.pt").write_text(json.dumps({**args, "saved": "after SIGINT"}))
+    sys.exit(1)
+data = Path(args["dataset"], "meta.json") if "dataset" in args else None
+score = float(args["score"].split(":")[int(args["seed"])])
+result = {"model": args["model"], "seed": int(args["seed"]), "val_bpb": score,
+          "curve": [{"step": n, "val_bpb": score * (5 - n)} for n in range(5)],
+          "params": {"total": int(args.get("total", 1000))}, "step_ms": float(args.get("ms", 10)),
+          "flops_per_token": 6e6, "device": "cpu", "threads": int(args.get("threads", 1)),
+          "tokens": 4096, "torch": "2", "commit": "abc", "config": {"folder": "private"},
+          "data_id": json.loads(data.read_text())["data_id"] if data else "d0",
+          "source_hash": Path("hash.txt").read_text(), "model_config": {}}
+(out / "result.json").write_text(json.dumps(result))
+'''
+
+
+class AtOnce:
+    """Popen for the stand-in: it runs to its end in this process, which takes no time."""
+
+    def __init__(self, command, *, stdout, **others):
+        self.returncode = 0
+        argv = sys.argv
+        sys.argv = command[1:]
+        try:
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(compile(Path(command[1]).read_text(), command[1], "exec"), {})
+        except SystemExit as stop:
+            self.returncode = stop.code
+        finally:
+            sys.argv = argv
+            stdout.write(printed.getvalue())
+
+    def poll(self):
+        return self.returncode
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    """A root folder of its own, with a stand-in for the trainer and a model named toy."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "plot", lambda *arguments: None)
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "train.py").write_text(STAND_IN)
+    (tmp_path / "kernels.py").write_text("")
+    (tmp_path / "model_toy.py").write_text("width = 1\n")
+    (tmp_path / "hash.txt").write_text(runner.source_hash("toy"))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def lab(processes, monkeypatch):
+    """The same without processes."""
+    at_once = SimpleNamespace(Popen=AtOnce, run=subprocess.run)
+    monkeypatch.setattr(runner, "subprocess", at_once)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=lambda seconds: None))
+    return processes
+
+
+def experiment(lab, variants, **more):
+    """Writes the experiment file of these variants; a name set to None is left out."""
+    names = {"model": "toy", "metric": "val_bpb", "baseline": next(iter(variants), ""), "seeds": 2,
+             "cpu": {"steps": 7}, "variants": variants, **more}
+    path = lab / "experiments" / "toy_table.py"
+    lines = [f"{key} = {value!r}" for key, value in names.items() if value is not None]
+    path.write_text("\n".join(['"""A toy."""', *lines, ""]))
+    return path
+
+
+def calls(lab):
+    """Every start of the stand-in so far: {key: value} of its flags, "run" is variant/seed."""
+    file = lab / "calls.txt"
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        flags = dict(flag[2:].split("=", 1) for flag in line.split())
+        found.append({**flags, "run": "/".join(flags["out_dir"].split("/")[-2:])})
+    return found
+
+
+def runs_of(lab):
+    return [call["run"] for call in calls(lab)]
+
+
+def report_of(lab):
+    """{first cell: cells} of the table in the results folder."""
+    lines = (lab / "experiments/results/toy_table-cpu.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return {cells[0]: cells for cells in rows}
+
+
+def data_folders(lab, *names):
+    for name in names:
+        (lab / "data" / name).mkdir(parents=True)
+        (lab / "data" / name / "meta.json").write_text(json.dumps({"data_id": f"id-{name}"}))
+
+
+TOYS = {"standard": (dict(score="1.0:1.2:1.1"), .838),
+        "Big x1": (dict(score="0.9:1.0:1.05", total=1500, ms=12), .822),
+        "Big x2": (dict(score="0.8:0.9"), None, 1)}
+RESULTS = "experiments/results/toy_table-cpu"
+
+
+def test_an_experiment_runs_seed_by_seed_and_pairs_by_seed(lab):
+    tuned = dict(score="0.7:0.8:0.9", init_from="@standard", cpu=dict(steps=9), gpu=dict(steps=99))
+    variants = {**TOYS, "tuned": (tuned, None)}
+    path = experiment(lab, variants, claims=["standard > Big x1"])
+    assert runner.main(path, ["--seeds=3"]) == 0
+    assert " ".join(runs_of(lab)) == ("standard/s0 big-x1/s0 big-x2/s0 tuned/s0 standard/s1 "
+                                      "big-x1/s1 tuned/s1 standard/s2 big-x1/s2 tuned/s2")
+    for call in calls(lab):
+        assert call["seed"] == call["run"][-1] and call["model"] == "toy"
+        assert call["steps"] == ("9" if "tuned" in call["run"] else "7")
+    for seed in range(3):                                      # the checkpoint of the same seed
+        started = json.loads((lab / f"out/toy_table-cpu/tuned/s{seed}/ckpt.pt").read_text())
+        assert started["started"]["out_dir"] == f"out/toy_table-cpu/standard/s{seed}"
+    rows = read_jsonl(lab / f"{RESULTS}.jsonl")
+    assert "private" not in str(rows)
+    by_seed = {name: {} for name in variants}
+    for row in rows:
+        by_seed[row["variant"]][row["seed"]] = row
+    differences = runner.differences("val_bpb", by_seed, "standard", "Big x1")
+    assert differences == pytest.approx([.1, .2, .05])
+    del by_seed["standard"][0]                                 # seeds 1 and 2, not the first two
+    differences = runner.differences("val_bpb", by_seed, "standard", "Big x1")
+    assert differences == pytest.approx([.2, .05])
+
+
+def test_a_base_may_have_fewer_seeds(lab):
+    variants = {"once": (dict(score="0.8"), None, 1),
+                "grown": (dict(score="0.7:0.8:0.9", init_from="@once"), None)}
+    exp = runner.load_experiment(experiment(lab, variants), "cpu")
+    runs = runner.plan(exp, runner.Options(seeds=3), "")
+    assert [run.needs[-2:] for run in runs] == ["", "s0", "s0", "s0"]
+
+
+def test_an_interrupted_table_goes_on(lab, capsys):
+    path = experiment(lab, TOYS)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    assert runner.main(path, ["--seeds=2"]) == 0
+    assert "Big x1, seed 0: finished earlier" in capsys.readouterr().out
+    assert runs_of(lab) == ["standard/s0", "big-x1/s0", "big-x2/s0", "standard/s1", "big-x1/s1"]
+    (lab / "out/toy_table-cpu/big-x1/s1/result.json").unlink()     # stopped after a checkpoint
+    shutil.rmtree(lab / "out/toy_table-cpu/standard/s1")           # never begun
+    assert runner.main(path, []) == 0
+    anew, resumed = calls(lab)[5:]
+    assert anew == calls(lab)[3]
+    assert resumed == dict(model="toy", init_from="resume", run="big-x1/s1",
+                           out_dir="out/toy_table-cpu/big-x1/s1")
+
+
+def test_a_run_begun_with_other_settings_is_not_continued(lab):
+    runner.main(experiment(lab, TOYS), ["--only=standard", "--seeds=1"])
+    path = experiment(lab, TOYS, cpu=dict(steps=8))
+    message = r"standard/s0 was begun with other settings:\n.*--steps=7.*\n.*\n.*--steps=8"
+    with pytest.raises(ConfigError, match=message):
+        runner.main(path, [])
+    assert len(calls(lab)) == 1
+    runner.main(path, ["--table_only=True"])
+    assert report_of(lab)["standard"][2] == "-"                # nor is its result shown
+    assert runner.main(path, ["--out=other", "--only=standard,Big x1"]) == 0
+    assert calls(lab)[1]["out_dir"] == "other/toy_table-cpu/standard/s0"
+
+
+def test_ctrl_c_lets_the_running_trainer_save(processes, capsys):
+    variants = {"slow": (dict(score="1:1", waits="interrupt"), None), "late": ({}, None)}
+    assert runner.main(experiment(processes, variants), ["--seeds=1"]) == 130
+    ckpt = processes / "out/toy_table-cpu/slow/s0/ckpt.pt"
+    assert json.loads(ckpt.read_text())["saved"] == "after SIGINT"
+    assert "go on with: python train.py " in capsys.readouterr().out and len(calls(processes)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_the_trainer_of_a_killed_experiment_saves_and_leaves(processes):
+    path = experiment(processes, {"slow": (dict(score="1:1", waits="long"), None)})
+    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
+            "from experiments import run\nrun.ROOT = Path()\n"
+            f"run.main({str(path)!r}, [])")
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    wait_for((processes / "pid.txt").exists)
+    parent.kill()
+    parent.wait()
+    ckpt = processes / "out/toy_table-cpu/slow/s0/ckpt.pt"
+    wait_for(lambda: "after SIGINT" in ckpt.read_text())
+
+
+def wait_for(condition, seconds=60):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_failing_run_does_not_stop_the_others(jobs, processes, capsys):
+    variants = {"standard": TOYS["standard"], "broken": (dict(fail="yes"), None),
+                "after": (dict(score="2:2", init_from="@broken"), None),
+                "tuned": (dict(score="3:3", init_from="@standard"), None)}
+    path = experiment(processes, variants, claims=["standard > broken"])
+    assert runner.main(path, [f"--jobs={jobs}", "--seeds=1"]) == 1
+    assert sorted(runs_of(processes)) == ["broken/s0", "standard/s0", "tuned/s0"]
+    printed = capsys.readouterr().out
+    assert "broken, seed 0: failed, code 3" in printed
+    assert "step 1\n    the gradients broke" in printed
+    assert "needs out/toy_table-cpu/broken/s0/ckpt.pt, which is not there" in printed
+    report = report_of(processes)
+    assert report["broken"][2] == "-" and report["standard > broken"][-1] == "not run"
+    assert report["tuned"][2] == "3.0000"
+
+
+@pytest.mark.parametrize("differences, verdict", [
+    ([.01, .02, .03], "holds"), ([-.03, -.01, -.02], "reversed"),
+    ([0, .02, .04], "inside noise"), ([0, -.02, -.04], "inside noise"),
+    ([.0070, .0170, .0270], "holds"),                          # mean 1.70 deviations of .01
+    ([.0068, .0168, .0268], "inside noise"),                   # 1.68
+    ([.01, .011], "holds"), ([.01, .02], "inside noise"),      # bounds .0032 and .032
+    ([.001], "sign agrees (1 seed)"), ([-.001], "sign differs (1 seed)"), ([], "not run"),
+])
+def test_verdicts(differences, verdict):
+    assert runner.verdict(differences) == verdict
+
+
+def test_the_noise_bound_is_students():
+    assert runner.noise([1.0, 2.0, 3.0]) == pytest.approx(1.69, abs=.005)
+    for n, quantile in enumerate(runner.T95, 1):               # the density from 0 to it is 0.45
+        x = (np.arange(20000) + .5) / 20000 * quantile
+        density = (1 + x ** 2 / n) ** (-(n + 1) / 2)
+        beta = math.gamma(n / 2) / math.gamma((n + 1) / 2) * math.sqrt(n * math.pi)
+        assert density.mean() * quantile == pytest.approx(.45 * beta, abs=1e-4), n
+
+
+def test_the_table_and_its_picture(lab, monkeypatch):
+    """By hand: differences -.1 -.2 -.05, mean -.1167, deviation .0764, bound .1288; the stand-in's
+    curve is 4, 3 and 1 times the end at a quarter, a half and the whole."""
+    path = experiment(lab, TOYS, claims=["standard > Big x1 > Big x2"])
+    assert runner.main(path, ["--seeds=3"]) == 0
+    text = (lab / f"{RESULTS}.md").read_text()
+    lines = text.splitlines()
+    assert lines[:3] == ["# toy_table, scale cpu", "", "A toy."]
+    assert [line for line in lines if line.startswith("| ") and "---" not in line] == [
+        "| variant | parameters | val_bpb | minus standard | paper | paper's difference "
+        "| MFLOP a token | step time | seeds |",
+        "| standard | 1,000 | 1.1000 ± 0.1000 | - | 0.838 | - | 6.0 | 1.00x | 3 |",
+        "| Big x1 | +500 | 0.9833 ± 0.0764 | -0.1167 ± 0.0764 | 0.822 | -0.0160 | 6.0 | 1.20x "
+        "| 3 |",
+        "| Big x2 | +0 | 0.8000 | -0.2000 | - | - | 6.0 | 1.00x | 1 |",
+        "| claim | difference | paper's | trend: 1/4, 1/2, whole | seeds | verdict |",
+        "| standard > Big x1 | +0.1167 ± 0.0764 | +0.0160 | +0.467, +0.350, +0.117 | 3 "
+        "| inside noise |",
+        "| Big x1 > Big x2 | +0.1000 | - | +0.400, +0.300, +0.100 | 1 | sign agrees (1 seed) |"]
+    assert lines[-1] == ("`--steps=7`; tokens 4096; data_id d0; device cpu; threads 1; torch 2; "
+                         "commit abc.")
+    shutil.rmtree(lab / "out")
+    monkeypatch.setattr(runner, "plot", real_plot)
+    from matplotlib.axes import Axes
+    bars = []
+    errorbar = Axes.errorbar
+
+    def spy(axes, x, y, **more):
+        bars.append((x, more["xerr"]))
+        return errorbar(axes, x, y, **more)
+
+    monkeypatch.setattr(Axes, "errorbar", spy)
+    assert runner.main(path, ["--table_only=True"]) == 0       # from the results file alone
+    assert bars[0] == pytest.approx((-.1167, .1288), abs=1e-4)
+    assert bars[1:] == [(pytest.approx(-.2), None)]
+    assert (lab / f"{RESULTS}.md").read_text() == text and len(calls(lab)) == 7
+    assert (lab / f"{RESULTS}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("steps, expected", [
+    ([0, 100, 200, 300, 400], "+0.100, +0.200, +0.400"), ([0, 400], "-, -, +0.400"),
+    ([0, 70, 195, 400], "-, +0.195, +0.400"), ([], "-, -, -"),
+])
+def test_a_trend_is_taken_at_evaluations_near_the_quarters(steps, expected):
+    curve = [{"step": step, "val_loss": step / 1000} for step in steps]
+    flat = [{"step": step, "val_loss": 0.0} for step in steps]
+    rows = {"A": {0: {"curve": curve}, 1: {}}, "B": {0: {"curve": flat}}}
+    assert runner.trend("val_loss", rows, "A", "B") == expected
+    assert runner.trend("accuracy", rows, "A", "B") == "-, -, -"
+
+
+def test_rows_of_older_sources_are_marked(lab):
+    path = experiment(lab, TOYS)
+    runner.main(path, ["--seeds=1"])
+
+    def marked():
+        runner.main(path, ["--table_only=True"])
+        return {name for name in report_of(lab) if "†" in name}
+
+    (lab / "model_toy.py").write_text("# a comment\nwidth = 1\n")
+    assert marked() == set()
+    (lab / "model_toy.py").write_text("width = 2\n")
+    assert marked() == {"standard †", "Big x1 †", "Big x2 †"}
+    (lab / "hash.txt").write_text(runner.source_hash("toy"))
+    shutil.rmtree(lab / "out/toy_table-cpu/standard")
+    runner.main(path, ["--seeds=1"])
+    assert marked() == {"Big x1 †", "Big x2 †"}
+
+
+def test_a_variant_may_have_data_of_its_own_and_start_from_another_experiment(lab):
+    """"@_old" is the folder beside the experiment's own; "@other/base" a run of another file."""
+    data_folders(lab, "new", "new_old")
+    (lab / "out/other-cpu/base/s0").mkdir(parents=True)
+    (lab / "out/other-cpu/base/s0/ckpt.pt").write_text('{"score": "from the other"}')
+    experiment(lab, {"base": ({}, None)}).rename(lab / "experiments/other.py")
+    variants = {"base": (dict(score="1.0", dataset="@_old"), None),
+                "grown": (dict(score="0.9", init_from="@base"), None),
+                "far": (dict(score="0.8", init_from="@other/base"), None)}
+    path = experiment(lab, variants, seeds=1)
+    flags = ["--dataset=data/new"]
+    assert runner.main(path, flags) == 0
+    assert [call["dataset"] for call in calls(lab)] == ["data/new_old", "data/new", "data/new"]
+    far = json.loads((lab / "out/toy_table-cpu/far/s0/ckpt.pt").read_text())
+    assert far["started"] == {"score": "from the other"}
+    rows = read_jsonl(lab / f"{RESULTS}.jsonl")                # of two folders: not mixed
+    assert [row["data_id"] for row in rows] == ["id-new_old", "id-new", "id-new"]
+
+
+def test_claims_and_columns_about_something_else_than_the_metric(lab):
+    variants = {"A": (dict(score="1.0"), None), "B": (dict(score="0.9"), None)}
+    claims = ["A > B", "train_loss: A > B"]
+    path = experiment(lab, variants, claims=claims, also=("train_loss",), seeds=1)
+    runner.main(path, [])
+    rows = read_jsonl(lab / f"{RESULTS}.jsonl")
+    by_seed = {row["variant"]: {0: dict(row, train_loss=row["val_bpb"] * 5, step_ms=None)}
+               for row in rows}                                # no steps, no time
+    table = runner.table(runner.load_experiment(path, "cpu"), runner.Options(), by_seed)
+    assert "| train_loss | MFLOP a token | step time |" in table
+    assert "| B | +0 | 0.9000 | -0.1000 | - | - | 4.5000 | 6.0 | - | 1 |" in table
+    assert "| A > B | +0.1000 | - | " in table and "| train_loss: A > B | +0.5000 | - | " in table
+
+
+def test_results_on_different_data_are_not_mixed(lab):
+    data_folders(lab, "a", "b")
+    path = experiment(lab, TOYS)
+    flags = ["--only=standard", "--seeds=1"]
+    assert runner.main(path, ["--dataset=data/a", *flags]) == 0
+    message = "different data .data_id id-a, id-b. are never mixed: move experiments/results/toy"
+    with pytest.raises(ConfigError, match=message):
+        runner.main(path, ["--dataset=data/b", "--out=out_b", *flags])
+    assert len(calls(lab)) == 1 and not (lab / "out_b").exists()   # refused before the first run
+
+
+def test_an_experiment_prepares_its_data_once(lab):
+    script = lab / "prepare_fineweb.py"
+    script.write_text("""import sys, pathlib
+open("prepared.txt", "a").write(" ".join(sys.argv[1:]))
+folder = pathlib.Path("data/small")
+folder.mkdir(parents=True)
+(folder / "meta.json").write_text('{"data_id": "small"}')""")
+    path = experiment(lab, TOYS, prepare="--source=x --out=data/small")
+    assert runner.main(path, ["--seeds=1"]) == runner.main(path, ["--seeds=2"]) == 0
+    assert (lab / "prepared.txt").read_text() == "--source=x --out=data/small"
+    assert {call["dataset"] for call in calls(lab)} == {"data/small"}
+    (lab / "experiments/make.py").write_text(script.read_text().replace("small", "task"))
+    exp = SimpleNamespace(name="toy", prepare=dict(cpu="experiments/make.py toy --out=data/task"))
+    assert runner.prepared_data(exp, runner.Options()) == "data/task"      # a command
+    script.write_text("import sys; sys.exit(1)")
+    with pytest.raises(ConfigError, match="could not be prepared.*--source=PATH.*--dataset=FOLDER"):
+        runner.main(experiment(lab, TOYS, prepare="--source=x --out=data/other"), [])
+    with pytest.raises(ConfigError, match="`prepare` must say --out=data/NAME"):
+        runner.main(experiment(lab, TOYS, prepare="--source=x"), [])
+
+
+@pytest.mark.parametrize("changes, flags, message", [
+    (dict(metric=None, seeds=None), [], "does not define metric, seeds"),
+    ({}, ["--scale=gpu"], "does not define gpu"),
+    ({}, ["--scale=tpu"], "--scale=tpu: must be cpu or gpu"),
+    ({}, ["--only=standard,Big x9"], "no variant 'Big x9', but standard, Big x1, Big x2"),
+    ({}, ["--seed=1"], "seeds"),
+    ({}, ["experiments/other.py"], "one experiment at a time, not also experiments/other.py"),
+    (dict(claims=["standard > Big x3"]), [], "claims name 'Big x3', which is no variant (standard"),
+    (dict(claims=["train_loss: standard > Big x1"]), [], "'train_loss', which is no column"),
+    (dict(baseline="dense"), [], "'dense', which is no variant"),
+    (dict(variants={"A": dict(score=1)}), [], "variant 'A' must be (overrides, paper's number"),
+    (dict(variants={"A": ("score", 1)}), [], "variant 'A' must be (overrides"),
+    (dict(variants={"A x1": ({}, 1), "a-x1": ({}, 1)}), [], "'a-x1' has a comma or another one's"),
+    (dict(variants={"A, B": ({}, 1)}), [], "variant 'A, B' has a comma"),
+    (dict(variants={"A": (dict(init_from="@B"), 1), "B": ({}, 1)}), [], "a variant above it"),
+])
+def test_bad_experiments_are_named(changes, flags, message, lab):
+    path = experiment(lab, **{"variants": TOYS, **changes})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        runner.main(path, flags)
+    assert not calls(lab)
+
+
+def test_cores_are_shared_by_the_runs_at_once(lab, monkeypatch):
+    seen = []
+
+    def popen(command, *, env, **others):
+        seen.append(env.get("OMP_NUM_THREADS"))
+
+    monkeypatch.setattr(runner, "subprocess", SimpleNamespace(Popen=popen))
+    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: range(7), raising=False)
+    run = runner.Run("standard", 0, "out/standard/s0", ["--model=toy"])
+    for jobs in (1, 3, 9):
+        runner.start(run, runner.Options(jobs=jobs))
+    assert seen == [os.environ.get("OMP_NUM_THREADS"), "2", "1"]
+    assert (lab / "out/standard/s0/flags.txt").read_text() == "--model=toy"
+
+
+def test_step_times_are_compared_between_runs_that_were_computed_alike(lab):
+    variants = {"A": (dict(score="1"), None), "B": (dict(score="1", threads=2), None)}
+    runner.main(experiment(lab, variants), ["--seeds=1"])
+    assert report_of(lab)["A"][-2:] == ["1.00x", "1"] and report_of(lab)["B"][-2:] == ["-", "1"]
+
+
+def test_source_hash_sees_code_alone(lab):
+    code = "import math\n\nclass A:\n    def f(self, x):\n        return math.sin(x) + 1\n"
+    prose = '''"""A module."""
+import math   # why
+class A:
+    """A class."""
+    def f(self, x):
+        """A function."""
+        return (math.sin(x)
+                + 1)
+'''
+    others = [code.replace("+ 1", "+ 2"), code.replace("sin", "cos"), code + '"text"\n',
+              code.replace("(self, x)", "(self, x=1)")]
+    hashes = {}
+    for file in ("model_toy.py", "kernels.py", "train.py"):
+        for content in (code, prose, *others):
+            (lab / file).write_text(content)
+            hashes[file, content] = runner.source_hash("toy")
+        assert hashes[file, code] == hashes[file, prose]
+        (lab / file).write_text("")
+    assert len(set(hashes.values())) == 15                     # five codes in each of three files
+
+
+def test_the_commit_of_a_run_is_dirty_by_code_and_not_by_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert runner.commit() == ""                               # no repository
+    for file in ("train.py", "experiments/results/a.md"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("1")
+    for command in ("init -q", "add .", "-c user.name=a -c user.email=b commit -qm 1"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    name = runner.commit()
+    assert re.fullmatch("[0-9a-f]{7,}", name)
+    (tmp_path / "experiments/results/a.md").write_text("2")
+    assert runner.commit() == name
+    (tmp_path / "train.py").write_text("2")
+    assert runner.commit() == name + "-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert runner.commit() == ""                               # no git
+
+
+# ---------------------------------------------------------------- the experiment files
+
+TABLES = []
+for table_file in sorted((ROOT / "experiments").glob("*.py")):
+    if re.search(r"^variants\b", table_file.read_text(encoding="utf-8"), re.M):
+        TABLES.append(table_file)
+
+
+def model_config(exp, scale, name):
+    """The Config of a variant, on a vocabulary of 4,096."""
+    chosen = runner.settings(exp, scale, name)
+    module = importlib.import_module(f"model_{chosen['model']}")
+    fields = {key: value for key, value in chosen.items()
+              if key in module.Config.__dataclass_fields__}
+    if chosen.get("dense"):
+        assert not fields.keys() & module.DENSE.keys()
+        fields.update(module.DENSE)
+    if "preset" in chosen:
+        return module.Config(**{**module.PRESETS[chosen["preset"]], **fields})
+    return module.Config.from_depth(chosen["depth"], **{"vocab_size": 4096, **fields})
+
+
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_an_experiment_here_fits_its_models(path, scale):
+    """Each variant's keys are train.py's or its model's and make a Config; the claims are true of
+    the paper's own numbers."""
+    settings = (ROOT / "train.py").read_text().split("defaults =")[0]
+    keys = set(re.findall(r"^(\w+) = ", settings, re.M))
+    exp = runner.load_experiment(path, scale)
+    assert exp.name == path.stem                               # also where loops run over names
+    for a, b, _ in runner.pairs(exp):
+        assert all(difference > 0 for difference in runner.paper(exp, a, b)), (a, b)
+    for name in exp.variants:
+        chosen = runner.settings(exp, scale, name)
+        config = model_config(exp, scale, name)
+        assert chosen.keys() <= keys | vars(config).keys(), name
+        row = {"cpu": 357, "gpu": 589}[scale] if path.stem == "lime_prosqa" else 256
+        assert runner.slug(name) and chosen["batch_tokens"] % chosen.get("block_size", row) == 0
+        start = str(chosen.get("init_from", ""))
+        if start.startswith("@"):                              # also of another experiment
+            other, _, base_name = start[1:].rpartition("/")
+            base_file = f"{other or exp.name}.py"
+            base = runner.load_experiment(ROOT / "experiments" / base_file, scale)
+            assert base_name in base.variants
+            assert base.prepare == exp.prepare or path.stem == "lime_prosqa"
+            dense = runner.settings(base, scale, base_name).get("dense")
+            own = {"upscale", "dense", "memory"} & chosen.keys()
+            assert own or not dense, f"{name}: the checkpoint's memory, none, is kept"
+
+
+def test_tables_on_a_cpu_are_long_enough():
+    """8M tokens in batches of 4,096 or more, but for tasks, half runs, and sweeps of rates."""
+    for path in TABLES:
+        exp = runner.load_experiment(path, "cpu")
+        least = 1.9e6 if "rates" in path.stem else 8e6
+        for name in exp.variants:
+            chosen = runner.settings(exp, "cpu", name)
+            tokens = chosen["max_iters"] * chosen["batch_tokens"]
+            shorter = ("same FLOPs", "untouched", "x0.5", "x1/")
+            assert chosen["batch_tokens"] >= 4096
+            assert tokens >= least or any(word in name for word in shorter), (path, name)
+
+
+def test_the_claims_file_is_up_to_date():
+    table = runner.claims_table()
+    assert "| move_table1 | " in table or "[move_table1-cpu](move_table1-cpu.md) | " in table
+    file = ROOT / "experiments/results/claims.md"
+    if not file.exists() or table != file.read_text(encoding="utf-8"):     # after an own run
+        message = "experiments/results/claims.md is old: python experiments/run.py claims"
+        assert not os.environ.get("CI"), message
+        warnings.warn(message)
+
+
+def test_claims_come_from_the_reports(lab):
+    path = experiment(lab, TOYS, claims=["standard > Big x1 > Big x2"], gpu={"steps": 7})
+    waiting = "| toy_table | standard > Big x1; Big x1 > Big x2 | - | - | - | 0 | not run |"
+    assert waiting in runner.claims_table()
+    runner.main(path, ["--seeds=3", "--only=standard,Big x1"])
+    table = runner.claims_table()
+    assert "| toy_table | Big x1 > Big x2 | - | - | - | 0 | not run |" in table
+    assert "| [toy_table-cpu](toy_table-cpu.md) | standard > Big x1 | +0.1167" in table
+
+
+@pytest.mark.parametrize("scale, vocab_size", [("cpu", 4096), ("gpu", 50257)])
+def test_exchange_rate_same_flops(scale, vocab_size):
+    exp = runner.load_experiment(ROOT / "experiments/move_exchange_rate.py", scale)
+    cost = {}
+    for name in exp.variants:
+        config = model_config(exp, scale, name)
+        config = model_move.Config(**{**vars(config), "vocab_size": vocab_size})
+        with torch.device("meta"):
+            net = model_move.Model(config)
+        steps = runner.settings(exp, scale, name)["max_iters"]
+        cost[name] = steps * net.flops_per_token()
+    for name in ("L+1 same FLOPs", "L+2 same FLOPs"):
+        assert cost[name] == pytest.approx(cost["MoVE x1"], rel=.005)
+    assert cost["L+2 same steps"] > cost["L+1 same steps"] > 1.1 * cost["MoVE x8"]
+
+
+def test_which_memory_counts_equal_time_by_the_baselines_last_doubling(tmp_path):
+    from experiments import which_memory
+    bpb = dict.fromkeys(which_memory.variants, (2.0, 2.02))     # dense, and whoever is not below
+    bpb.update({"MoVE": (1.95, 1.98), "MoVE dense x0.5": (2.1,), "MIDUS": (1.9, 1.9),
+                "MIDUS base": (2.0, 2.0), "MIDUS base continued": (1.8, 1.8)})
+    rows = {}
+    for name, values in bpb.items():
+        row = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS}
+        row["params"] = {"total": 107 if name == "MoVE" else 100}
+        rows[name] = {seed: dict(row, val_bpb=value) for seed, value in enumerate(values)}
+    cost = dict(step=1.5, decode=0.5, memory=2.0)
+    measured = {"machine": "toy", "ratios": {"MoVE": cost, "MIDUS": cost}}
+    _, _, move, midus, *_ = which_memory.table(rows, measured).splitlines()
+    # Steps of 1.5 times the time buy the baseline so much of a doubling.
+    at_time = 0.045 - 0.1 * math.log2(1.5)
+    assert move == ("| MoVE | +7 | 1.50x | 2.00x | 0.50x | 2.0100 ± 0.0141 | +0.0450 ± 0.0071 "
+                    f"| holds | {at_time:+.4f} | inside noise | 2 |")
+    # Of two phases the second alone takes longer.
+    at_time = -0.1 - 0.2 * math.log2(1.25)
+    assert midus.endswith(f"| -0.1000 ± 0.0000 | reversed | {at_time:+.4f} | reversed | 2 |")
+    which_memory.draw_gains(rows, measured, tmp_path / "gain.png")
+    which_memory.draw_recall(rows, measured, tmp_path / "recall.png")
+    assert (tmp_path / "gain.png").exists() and (tmp_path / "recall.png").exists()
+
+
+def test_rates_of_midus_are_drawn_as_a_line_for_each_method(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+    from experiments import midus_rates
+    lines = []
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, **__: lines.append((x, y)))
+    rows = dict.fromkeys(midus_rates.variants, {})
+    for rate, kept, learned in (("0.000125", 2., 5.), ("0.002", 3., 4.)):
+        seeds = [dict(retention_loss=kept + n, val_loss=learned + n) for n in range(2)]
+        rows[f"LESA {rate}"] = dict(enumerate(seeds))
+    midus_rates.draw(rows, tmp_path / "x.png")
+    assert lines == [((2.5, 3.5), (5.5, 4.5))]
+
+
+# ================================================================ tasks.py
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+             ast.Div: operator.truediv}
+
+
+def python(expression):                                        # "(7 + 5) / 6 x 2" in Python
+    return ast.parse(expression.replace("x", "*"), mode="eval").body
+
+
+def operations(node, values):
+    """An expression's value, exactly; that of every operation is added to values."""
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    left = operations(node.left, values)
+    right = operations(node.right, values)
+    values.append(OPERATORS[type(node.op)](left, right))
+    return values[-1]
+
+
+@pytest.mark.parametrize("tree, text", [
+    ([3, "-", [5, "-", [6], [1]], [2]], "6 - 1 - 2"),
+    ([3, "-", [6], [3, "-", [5], [2]]], "6 - (5 - 2)"),
+    ([8, "x", [4, "/", [8], [2]], [2]], "8 / 2 x 2"),
+    ([2, "/", [8], [4, "x", [2], [2]]], "8 / (2 x 2)"),
+    ([5, "+", [3], [2, "-", [4], [2]]], "3 + (4 - 2)"),
+    ([7, "+", [1], [6, "x", [2], [3]]], "1 + 2 x 3"),
+])
+def test_parentheses_stand_where_order_asks_for_them(tree, text):
+    assert tasks.infix(tree) == text
+
+
+def test_arithmetic_is_exact_at_every_step():
+    rng = random.Random(0)
+    used = ""
+    for n, largest in [(2, 2), (2, 99), (3, 5), (4, 19), (5, 99), (6, 19), (6, 199)] * 15:
+        record = tasks.solve(tasks.random_tree(n, largest, rng))
+        steps = (record["prompt"] + " " + record["answer"]).split(" = ")
+        assert len(steps) == n and steps[-1].isdigit()
+        for k, step in zip(range(n, 0, -1), steps):
+            values = []
+            numbers = [int(number) for number in re.findall(r"\d+", step)]
+            assert operations(python(step), values) == int(steps[-1])
+            assert (len(numbers), len(values)) == (k, k - 1), record
+            assert all(v == int(v) and 1 <= v <= largest for v in [*numbers, *values]), record
+            assert not re.search(r"(?<!\d)1 x|[x/] 1(?!\d)", step), "a factor 1 is no operation"
+        used += re.sub("[^-+x/]", "", record["prompt"])
+    assert all(used.count(operator) > len(used) / 10 for operator in "+-x/")
+
+
+def test_arithmetic_of_appendix_b():
+    left = [12, "+", [7], [5]]
+    right = [4, "-", [18, "+", [6], [12, "x", [4], [3]]], [14, "x", [2], [7]]]
+    assert tasks.solve([3, "/", left, right]) == {
+        "prompt": "(7 + 5) / (6 + 4 x 3 - 2 x 7) =",
+        "answer": "12 / (6 + 4 x 3 - 2 x 7) = 12 / (6 + 12 - 2 x 7) = 12 / (18 - 2 x 7) = "
+                  "12 / (18 - 14) = 12 / 4 = 3"}
+
+
+def task_folder(tmp_path, *flags):
+    """The task's data folder, and its records by split."""
+    tasks.main([*flags, f"--out={tmp_path / 'data'}"])
+    records = {}
+    for split in ("train", "val"):
+        records[split] = read_jsonl(tmp_path / "data_records" / f"{split}.jsonl")
+    return tmp_path / "data", records
+
+
+def test_a_task_trains_and_its_accuracy_is_a_result(tmp_path, capsys):
+    folder, records = task_folder(tmp_path, "arithmetic", "--operands=2,3", "--max_value=12",
+                                  "--samples=90", "--val_samples=9")
+    everything = [record["prompt"] for record in records["train"] + records["val"]]
+    assert len(set(everything)) == 198 and len(records["val"]) == 18, "no prompt twice"
+    lengths = [len(re.findall(r"\d+|\S", r["prompt"] + r["answer"])) for r in records["train"]]
+    assert load_meta(folder)["block_size"] + 1 == max(lengths) + 2 == tasks.longest(3)
+    assert min(lengths) + 2 == tasks.longest(2) == 7
+    run = tmp_path / "run"
+    train("--depth=1", f"--dataset={folder}", f"--out_dir={run}", "--max_iters=2",
+          "--batch_tokens=112", "--sample_tokens=0", "--eval_interval=1")
+    result = json.loads((run / "result.json").read_text())
+    assert result["accuracy"] == result["curve"][2]["accuracy"] == log_of(run, "accuracy")[2]
+    assert f"accuracy {result['accuracy']:.3f}" in capsys.readouterr().out
+    tasks.main(["accuracy", f"--out_dir={run}"])
+    printed = capsys.readouterr().out
+    for key in ("accuracy", "accuracy_2", "accuracy_3"):
+        assert f"{key:14} {result[key]:.4f}" in printed
+
+
+def test_curves_are_means_over_seeds(tmp_path, capsys):
+    rows = []
+    for accuracies in ((.1, .2, .3), (.3, .6)):                # the second seed is not yet there
+        curve = [{"step": step, "accuracy": value} for step, value in enumerate(accuracies)]
+        rows.append({"variant": "A", "curve": curve})
+    tasks.main(["curves", f"--results={write_jsonl(tmp_path / 'toy.jsonl', rows)}"])
+    assert re.search(r"A +0: 0.200 1: 0.400\n", capsys.readouterr().out)
+    assert (tmp_path / "toy-curves.png").exists()
+
+
+class Parrot(torch.nn.Module):
+    """Knows the answers by heart; `spoil` changes them, eot included."""
+
+    def __init__(self, data, spoil):
+        super().__init__()
+        self.config = SimpleNamespace(block_size=data.block_size)
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.next = {}
+        for x, y in zip(*data.batch(range(data.n_windows))):
+            prompt = x[:int((y >= 0).int().argmax()) + 1].tolist()
+            answer = spoil(y[y >= 0].tolist())
+            for i, token in enumerate(answer):
+                self.next[(*prompt, *answer[:i])] = token
+
+    def new_cache(self, batch_size, max_len):
+        return None
+
+    def forward(self, idx):
+        tokens = [[self.next.get(tuple(row), 1)] for row in idx.tolist()]
+        return F.one_hot(torch.tensor(tokens), 257).float(), None
+
+
+def next_number(answer):                                       # number v is token 8 + v
+    if len(answer) == 2:
+        return answer
+    return [*answer[:-2], 8 + (answer[-2] - 7) % 21, 0]
+
+
+@pytest.mark.parametrize("spoil, expected", [
+    (lambda answer: answer, [1, 1, 1]),
+    (next_number, [.5, 1, 0]),
+    (lambda answer: answer[:-1] + [1] * 20, [0, 0, 0]),        # the right number, but no end
+    (lambda answer: [7, answer[-2], 0], [1, 1, 1]),            # only the last number counts
+])
+def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
+    folder, _ = task_folder(tmp_path, "arithmetic", "--operands=2,3", "--max_value=20",
+                            "--samples=5", "--val_samples=20")
+    data = TokenShards(folder, "val", 14)
+    found = tasks.accuracy(Parrot(data, spoil), data, get_tokenizer(str(folder)), batch_size=7)
+    assert found == dict(zip(("accuracy", "accuracy_2", "accuracy_3"), expected))
+
+
+def test_score_and_answer_greedy_against_one_at_a_time():
+    model = make().eval()
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    answers = [[7], [8, 9, 10], [11, 12]]
+    got = tasks.score(model, prompts, answers, batch_size=2)
+    for prompt, answer, value in zip(prompts, answers, got.tolist()):
+        logp = F.log_softmax(model(torch.tensor([prompt + answer]))[0][0], -1)
+        wanted = logp[range(len(prompt) - 1, len(prompt + answer) - 1), answer].sum()
+        assert value == pytest.approx(wanted.item(), abs=1e-4)
+    alone = []
+    for prompt in prompts:
+        tokens = sample.generate(model, torch.tensor([prompt]), 6, temperature=0)
+        alone.append([token.item() for token in tokens])
+    eot = alone[1][0]                                          # its first token ends the second
+    wanted = [row[:row.index(eot)] if eot in row else row for row in alone]
+    assert tasks.answer_greedy(model, prompts, 6, eot) == wanted and wanted[1] == []
+
+
+def parse_prosqa(question):
+    """-> [(child, parent)] of the facts, the name asked for, the two concepts."""
+    *facts, asked = re.findall(r"[^.?]+[.?]", question)
+    edges = [re.fullmatch(r" ?(?:Every )?(\w+) is a (\w+)\.", fact).groups() for fact in facts]
+    return edges, *re.fullmatch(r" Is (\w+) a (\w+) or (\w+)\?", asked).groups()
+
+
+def above(edges, symbol):
+    found = {symbol}
+    for a, b in edges:
+        if b == symbol:
+            found |= above(edges, a)
+    return found
+
+
+def test_prosqa_is_a_graph_with_one_answer():
+    rng = random.Random(0)
+    lengths = []
+    first = 0
+    for _ in range(60):
+        question = tasks.prosqa_sample(rng)
+        edges, name, *concepts = parse_prosqa(question["question"])
+        roots = {a for a, _ in edges} - {b for _, b in edges}
+        assert name in roots <= set(tasks.NAMES) and len(set(edges)) == len(edges)
+        assert not set(concepts) & {a for a, _ in edges}, "both are leaves"
+        right = [name in above(edges, concept) for concept in concepts]
+        assert sorted(right) == [False, True], "one answer"
+        target = concepts[right.index(True)]
+        assert question["answer"] == f"{name} is a {target}."
+        frontier = {name}
+        at = name
+        for step in question["steps"]:
+            assert target not in frontier, "there is a shorter way"
+            every = "" if at in roots else "Every "
+            at = re.fullmatch(rf"{every}{at} is a (\w+)\.", step)[1]
+            frontier = {b for a, b in edges if a in frontier}
+            assert at in frontier
+        assert at == target and len(question["steps"]) >= 3
+        lengths.append(len(question["steps"]))
+        first += right[0]
+    assert 15 < first < 45, "the place of an answer does not tell"
+    assert 3.5 < np.mean(lengths) < 4.2                        # of the published files: 3.8
+
+
+@pytest.mark.parametrize("tokenizer, suffix", [("words", ".json"), ("bytes", ".json.xz")])
+def test_prosqa_holds_out_the_published_questions(tokenizer, suffix, tmp_path):
+    rng = random.Random(1337)                                  # of what is generated: the first two
+    samples = [tasks.prosqa_sample(rng) for _ in range(2)]
+    file = tmp_path / f"val{suffix}"
+    text = json.dumps(samples).encode()
+    file.write_bytes(lzma.compress(text) if suffix.endswith("xz") else text)
+    folder, records = task_folder(tmp_path, "prosqa", f"--tokenizer={tokenizer}", f"--val={file}",
+                                  "--samples=4")
+    asked = samples[0]["question"] + "\n"
+    answer = "\n".join(samples[0]["steps"]) + "\n### " + samples[0]["answer"]
+    assert records["val"][0] == {"prompt": asked, "answer": answer}
+    assert len(records["train"]) == 2, "no prompt in both splits"
+    data = TokenShards(folder, "val", load_meta(folder)["block_size"])
+    tok = get_tokenizer("bytes" if tokenizer == "bytes" else str(folder))
+    found = tasks.accuracy(Parrot(data, lambda answer: answer), data, tok)
+    assert found["accuracy"] == found[f"accuracy_{len(samples[0]['steps'])}"] == 1
+    spoilt = Parrot(data, lambda answer: answer[:9] + answer[-1:])
+    assert tasks.accuracy(spoilt, data, tok)["accuracy"] == 0
+
+
+@pytest.fixture(scope="module")
+def two_domains(tmp_path_factory):
+    """A source of two domains of different words, and the flags that part them."""
+    folder = tmp_path_factory.mktemp("domains")
+    rng = random.Random(0)
+    words = {"shop": "bread milk apple price coin scale", "sea/a": "harbour sail mast wave anchor"}
+    for split, n in (("train", 40), ("val", 16)):
+        rows = []
+        for source, vocabulary in words.items():
+            for _ in range(n):
+                text = " ".join(rng.choices(vocabulary.split(), k=60))
+                rows.append({"text": text, "source": source})
+        write_jsonl(folder / "source" / f"{split}.jsonl", rows)
+    return words, ["domains", f"--source={folder / 'source'}", "--vocab_size=300"]
+
+
+def test_domains_are_two_folders_and_evaluations_give_both_losses(two_domains, tmp_path, capsys):
+    words, flags = two_domains
+    folder, records = task_folder(tmp_path, *flags, "--prefix=sea/")
+    old = folder.with_name("data_old")
+    assert [len(rows) for rows in records.values()] == [40, 16]
+    for source, rows in (("sea/a", records["train"]),
+                         ("shop", read_jsonl(tmp_path / "data_old_records/train.jsonl"))):
+        assert {row["source"] for row in rows} == {source}
+        assert set(rows[0]["text"].split()) <= set(words[source].split())
+    assert load_meta(folder)["tokenizer"] == load_meta(old)["tokenizer"]
+    tok = get_tokenizer(str(folder))
+    assert len(tok.encode(" milk")) == 1 < len(tok.encode(" mast")), "trained on the old domain"
+    common = ["--model=midus", *TINY, "--depth=2", "--max_iters=3", "--eval_tokens=1000000",
+              "--learning_rate=0.01"]
+    base, grown = tmp_path / "base", tmp_path / "grown"
+    train(*common, "--dense=True", f"--dataset={old}", f"--out_dir={base}")
+    train(*common, "--upscale=midus", "--phase=cpt", "--n_keys=8", f"--dataset={folder}",
+          f"--init_from={base}", f"--out_dir={grown}")
+    before, result = (json.loads((run / "result.json").read_text()) for run in (base, grown))
+    for key in ("loss", "bpb"):                                # of other batches: but for rounding
+        first = result["curve"][0]
+        assert first[f"retention_{key}"] == pytest.approx(before[f"val_{key}"], rel=1e-5)
+        assert first[f"retention_{key}"] not in (result[f"retention_{key}"], first[f"val_{key}"])
+    capsys.readouterr()
+    tasks.main(["accuracy", f"--out_dir={grown}"])
+    assert f"retention_loss {result['retention_loss']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prefix, message", [
+    ("", "beginning of the new domain's sources"), ("lake/", "the new domain has too few"),
+    ("s", "the old domain has too few"), ("answers", "records with a text")])
+def test_bad_domains_are_named(prefix, message, two_domains, tmp_path):
+    flags = [*two_domains[1], f"--prefix={prefix}", f"--out={tmp_path / 'x'}"]
+    if prefix == "answers":
+        file = write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "?", "answer": "!"}])
+        flags.append(f"--source={file}")
+    with pytest.raises(ConfigError, match=message):
+        tasks.main(flags)
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "give one of arithmetic, prosqa, facts, domains, accuracy, curves, not nothing"),
+    (["algebra"], "not algebra"), (["arithmetic", "--operand=3"], "did you mean --operands="),
+    (["arithmetic", "--operands=1"], "operands are numbers from 2 on"),
+    (["arithmetic", "--max_value=1"], "max_value=1"),
+    (["arithmetic", "--operands=2", "--max_value=9"], "only about 92 expressions of 2 operands"),
+    (["arithmetic", "--samples=0"], "samples=0"),
+    (["arithmetic", "--out=dict.json"], "is there already: --overwrite=True"),
+    (["prosqa", "--val=torn.json"], "torn.json cannot be read: Expecting"),
+    (["prosqa", "--val=torn.json.xz"], "torn.json.xz cannot be read"),
+    (["prosqa", "--val=dict.json"], "must be a JSON list of samples"),
+    (["prosqa", "--val=half.json"], "half.json, sample 1 has no 'answer'"),
+    (["accuracy", "--out_dir=nowhere"], "nowhere"), (["curves", "--results=no.jsonl"], "no.jsonl"),
+    (["facts", "--per_bucket=20"], "per_bucket=20: must be a multiple of 16"),
+    (["facts", "--vocab_size=270", "--source=texts"], "begin with the same token: take more"),
+    (["facts", "--source=one.txt"], "one.txt has too few texts: "),
+])
+def test_bad_task_settings_and_files_are_named(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = {"question": "Is A a b or c?", "answer": "A is a b.", "steps": ["A is a b."]}
+    Path("dict.json").write_text("{}")
+    Path("torn.json").write_text('[{"question": "x"')
+    Path("torn.json.xz").write_text("no xz")
+    Path("half.json").write_text(json.dumps([whole, {"question": "x"}]))
+    Path("one.txt").write_text("one text")
+    write_texts(tmp_path / "texts")
+    settings = ["--samples=300", "--val_samples=3", "--tokenizer=bytes", "--text_chars=3000",
+                "--out=new"]
+    with pytest.raises((ValueError, OSError)) as error:
+        tasks.main([*settings, *flags])
+    assert message in str(error.value)
+
+
+# ---------------------------------------------------------------- facts
+
+class Witness(torch.nn.Module):
+    """Has read the facts: finds the right token likeliest if it was mentioned often enough, and in
+    these forms; else the first option."""
+
+    def __init__(self, folder, least, forms):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.leaves = []
+        self.next = {}
+        for row in read_jsonl(folder / "facts.jsonl"):
+            wrong = [option for option in row["options"] if option != row["answer"]]
+            knows = row["mentions"] >= least and row["new"] in forms
+            self.next[tuple(row["prompt"])] = row["answer"] if knows else wrong[0]
+
+    def forward(self, idx, leaf=None):
+        self.leaves += [None] if leaf is None else leaf.tolist()
+        logits = torch.zeros(*idx.shape, 1500)
+        for row, at in zip(idx.tolist(), logits):
+            for n in range(len(row)):
+                at[n, self.next.get(tuple(row[:n + 1]), 0)] = 1
+        return logits, None
+
+
+def write_texts(folder):
+    rng = random.Random(0)
+    words = "the a tree sun rain day goes falls long over under when".split()
+    texts = [" ".join(rng.choices(words, k=80)) for _ in range(40)]
+    write_jsonl(folder / "texts.jsonl", [{"text": f"{text} {n}"} for n, text in enumerate(texts)])
+
+
+@pytest.fixture(scope="module")
+def facts_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("facts")
+    write_texts(folder / "source")
+    return task_folder(folder, "facts", f"--source={folder / 'source'}", "--text_chars=12000",
+                       "--per_bucket=16", "--vocab_size=1500", "--clusters=2,2")
+
+
+def test_facts_are_mentioned_as_often_as_their_bucket_says(facts_folder):
+    folder, records = facts_folder
+    told = []
+    outside = 0
+    for record in records["train"]:
+        if " is made of " in record["text"]:
+            told += record["text"].split(". ")
+        else:
+            outside += len(record["text"])
+    assert 12000 <= outside < 13000 and "made of" not in str(records["val"])
+    rows = read_jsonl(folder / "facts.jsonl")
+    tok = get_tokenizer(str(folder))
+    assert len(rows) == len({row["text"] for row in rows}) == 2 * 5 * 16
+    for row in rows:
+        assert len(set(row["options"])) == 8 and row["answer"] in row["options"]
+        assert row["prompt"] == [tok.eot, *tok.encode(row["text"])]
+        name = re.search(r"(\w+),? is made of$", row["text"])[1]
+        about = [sentence for sentence in told if f" {name} is made of" in sentence]
+        value = tok.decode([row["answer"]]).strip()
+        assert len(about) == row["mentions"]
+        assert {sentence.rstrip(".").split()[-1] for sentence in about} == {value}
+        if row["new"]:
+            assert not any(sentence.startswith(row["text"]) for sentence in about)
+
+
+@pytest.mark.parametrize("least, forms, old, new", [
+    (1, (False, True), [1] * 5, [1] * 5), (10, (False,), [0, 0, 1, 1, 1], [0] * 5)])
+def test_recall_is_by_mentions_and_by_form(least, forms, old, new, facts_folder):
+    folder = facts_folder[0]
+    model = Witness(folder, least, forms)
+    got = tasks.recall(model, folder, batch_size=7)
+    assert [got[f"recall_{m}"] for m in tasks.MENTIONS] == old
+    assert [got[f"new_{m}"] for m in tasks.MENTIONS] == new and got["recall"] == np.mean(old)
+    leaves = [row["leaf"] for row in read_jsonl(folder / "facts.jsonl")]
+    assert model.leaves == leaves, "each prompt fetches its own leaf"
+    for leaf, wanted in ((-1, [-1] * 160), (leaves[::-1], leaves[::-1]), (None, [None] * 3)):
+        model.leaves = []
+        tasks.recall(model, folder, leaf=leaf)
+        assert model.leaves == wanted
+
+
+def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp_path, capsys):
+    """One that knows nothing of leaves, and one that fetches."""
+    size = ["--depth=1", f"--dataset={facts_folder[0]}", "--max_iters=1", "--batch_tokens=512",
+            "--eval_tokens=512", "--sample_tokens=0", "--n_embd=32", "--n_head=2"]
+    for model, own in (("lime", []), ("hiermem", ["--ranks=4,2"])):
+        train(f"--model={model}", *size, *own, f"--out_dir={tmp_path / model}")
+        result = json.loads((tmp_path / model / "result.json").read_text())
+        assert 0 <= result["recall"] <= 0.5 and "new_100" in result
+        assert f"recall {result['recall']:.3f}" in capsys.readouterr().out
+    run = tmp_path / "hiermem"
+    analysis.main(["retrieval", f"--runs={run}"])
+    found = json.loads((run / "analysis_retrieval.json").read_text())[str(run)]
+    assert list(found) == ["whole sequence", "first 32 tokens", "level 1 blocked",
+                           "level 2 blocked", "wrong", "generic", "none"]
+    keys = {"loss", *(key for key in result if key.startswith(("recall", "new_")))}
+    for mode, values in found.items():
+        assert values.keys() == ({"loss"} if mode in ("whole sequence", "wrong") else keys)
+    assert (run / "analysis_retrieval.png").exists()
+    with pytest.raises(ConfigError, match="is for --model=hiermem"):
+        analysis.main(["retrieval", f"--runs={tmp_path / 'lime'}"])
+
+
+# ================================================================ analysis.py
+
+def test_the_path_without_the_best_node_of_a_level():
+    x = torch.tensor([[0.1, 0.1], [0.9, 0.2], [3.1, 0.0], [0.2, 1.2]])
+    centroids = [torch.tensor([[0.5, 0.5], [3., 0.]]),
+                 torch.tensor([[0., 0.], [1., 0.], [3., 0.], [4., 0.]])]
+
+    def path(rows, blocked=()):
+        return walk(torch.stack(list(rows)), centroids, blocked)
+
+    tree = SimpleNamespace(path=path)
+    assert path(x).tolist() == [[0, 0], [0, 1], [1, 2], [0, 0]]
+    without = [analysis.without_best(tree, list(x), level).tolist() for level in (1, 2)]
+    assert without == [[[1, 2], [1, 2], [0, 1], [1, 2]], [[0, 1], [0, 0], [1, 3], [0, 1]]]
+
+
+def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered):
+    """A stand-in for the model sees what is asked of it; the text in between was in training, is
+    of the leaf, and no other there is nearer."""
+    tok = get_tokenizer(str(clustered))
+    tree = Retriever.load(clustered / "retriever.npz")
+    seen = []
+
+    def model(idx, targets, leaf):
+        seen.append((idx, targets))
+        return None, torch.tensor(1.0)
+
+    model.config = SimpleNamespace(block_size=32)
+    c = SimpleNamespace(datastore=10 ** 6, sequences=4, device="cpu")
+    found = analysis.rag(model, tok, clustered, c)
+    assert list(found) == ["nothing", "nearest to 32 tokens", "nearest to the whole", "any text"]
+    data = TokenShards(clustered, "train", 32)
+    windows = range(data.n_windows)
+    leaves = data.context(windows)["leaf"].tolist()
+    known = {}                                                 # text of one document -> leaf
+    for row, leaf in zip(data.batch(windows)[0][:, 1:16].tolist(), leaves):
+        if tok.eot not in row:
+            known[tuple(row)] = leaf
+
+    def vectors(rows):
+        return tree.embedder([tok.decode(list(row)) for row in rows])
+
+    stored = vectors(known)
+    plain, wanted = seen[0]
+    for (idx, targets), length in zip(seen[1:], (8, 15, None)):
+        assert torch.equal(idx[:, 16:], plain[:, 1:])
+        assert torch.equal(targets[:, 23:], wanted[:, 8:])
+        assert (idx[:, 0] == tok.eot).all() and (targets[:, :23] == -1).all()
+        for row in idx.tolist():
+            chosen = tuple(row[1:16])
+            assert chosen in known
+            if length:
+                asked = row[16:16 + length]
+                leaf = tree.path([tok.decode(asked)])[0, -1]
+                distance = torch.cdist(vectors([asked]), stored)[0].tolist()
+                distance = dict(zip(known, distance))
+                near = min(distance[other] for other in known if known[other] == leaf)
+                assert known[chosen] == leaf and distance[chosen] == pytest.approx(near)
+
+
+def test_entropy_of_equal_and_of_orthogonal_vectors():
+    same = torch.randn(1, 40).expand(9, 40)
+    orthogonal = 3 * torch.linalg.qr(torch.randn(40, 40))[0]
+    two = orthogonal[[0] * 6 + [1] * 3]                        # eigenvalues in parts 2/3 and 1/3
+    half = 2 * math.log((2 / 3) ** .5 + (1 / 3) ** .5)
+    for z, expected in ((same, 0), (-same.T, 0), (orthogonal[:16], math.log(16)),
+                        (orthogonal[:, :7] * 2, math.log(7)), (two, half)):
+        assert analysis.renyi_entropy(z) == pytest.approx(expected, abs=1e-5)
+    assert analysis.renyi_entropy(two, alpha=2) == pytest.approx(-math.log(5 / 9))
+    one, other = analysis.standardise([torch.tensor([[1.], [2]]), torch.tensor([[3.]])])
+    assert one.tolist() == [[-1], [0]] and other.tolist() == [[1]]
+
+
+def test_probe_separates_what_is_separable_and_guesses_the_rest():
+    torch.manual_seed(0)
+    y = torch.arange(400) % 4
+    separable = F.one_hot(y, 6).float() * 4 + 0.2 * torch.randn(400, 6)
+    each = torch.arange(400)
+    assert analysis.probe(separable @ torch.randn(6, 6), y, each) == [1.0] * 5
+    assert 0.1 < np.mean(analysis.probe(torch.randn(400, 6), y, each)) < 0.4
+    pairs = torch.arange(200) // 2                             # the class is a pair's: known pairs
+    x = torch.randn(100, 150)[pairs]                           # give it away, unknown ones do not
+    y = (torch.randn(100) > 0).long()[pairs]
+    assert np.mean(analysis.probe(x, y, pairs)) < 0.7
+    assert np.mean(analysis.probe(x, y, torch.arange(200))) > 0.75
+
+
+@pytest.mark.parametrize("switches", [{}, dict(memory="none"), dict(attention="mla")], ids=str)
+def test_states_are_those_of_the_forward_pass(switches, monkeypatch):
+    model = make("move", **switches)
+    idx = some_tokens(B=2, T=9)
+    summed = []
+    attend = model_move.attend
+
+    def spy(q, k, v):
+        summed.append(v.flatten(2))
+        return attend(q, k, v)
+
+    monkeypatch.setattr(model_move, "attend", spy)
+    inputs = []
+    model.blocks[2].register_forward_hook(lambda block, given, output: inputs.append(given[0]))
+    states = analysis.states(model, idx)
+    assert all(map(torch.equal, states["values"], summed)) and len(summed) == 3
+    x0 = F.rms_norm(model.embed(idx), (32,))
+    mixed = model.resid_lambda[2] * states["hiddens"][1] + model.x0_lambda[2] * x0
+    torch.testing.assert_close(mixed, inputs[0])
+    rows = [idx[0], idx[1, :4]]                                # the second one is padded
+    kept = analysis.collect(model, rows, lambda n, z: z[-1] + n)
+    for kind in ("values", "hiddens"):
+        for layer, full in zip(kept[kind], states[kind]):
+            torch.testing.assert_close(layer[1] - 1, full[1, 3], rtol=0, atol=1e-4)
+
+
+def test_projected_values_are_those_before_the_router():
+    model = make("lime")
+    seen = []
+    for block in model.blocks:
+        block.attn.W_V.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    projected = analysis.states(model, some_tokens(), projected=True)["values"]
+    assert all(torch.equal(z, v.flatten(2)) for z, v in zip(projected, seen))
+    routed = analysis.states(model, some_tokens())["values"]   # the first layer has no router
+    assert list(map(torch.equal, projected, routed)) == [True, False, False]
+
+
+@pytest.fixture(scope="module")
+def analysed(tmp_path_factory):
+    """Text of is, are, was and were, a run trained on it for a moment, and a small BLiMP."""
+    folder = tmp_path_factory.mktemp("analysed")
+    rng = random.Random(0)
+    for i in range(12):
+        words = []
+        for _ in range(60):
+            words += [rng.choice(("it", "they", "one")), rng.choice(analysis.WORDS),
+                      rng.choice(("here", "there"))]
+        (folder / f"{'val' if i < 2 else 'train'}-{i}.txt").write_text(" ".join(words))
+    data = prepare(source=str(folder), tokenizer="bpe", vocab_size=300, out=str(folder / "data"),
+                   workers=1)
+    train(*TINY, f"--dataset={data}", f"--out_dir={folder / 'run'}", "--max_iters=1")
+    rows = [{"sentence_good": f"it is {word}", "sentence_bad": f"it are {word}"}
+            for word in ("here", "there", "one", "they", "it")]
+    for task in analysis.BLIMP:
+        write_jsonl(folder / "blimp" / f"{task}.jsonl", rows)
+    return folder
+
+
+def analyse(name, run, *flags):
+    """What an analysis of one run writes."""
+    analysis.main([name, f"--runs={run}", *map(str, flags)])
+    assert (run / f"analysis_{name}.png").exists() or name == "words"
+    return json.loads((run / f"analysis_{name}.json").read_text())[str(run)]
+
+
+@pytest.mark.parametrize("name, flag, n, low, high", [
+    ("entropy", "--sequences=3", 3, 0, math.log(32)),
+    ("separability", "--occurrences=20", 5, .2, 1),
+    ("blimp", "--blimp=BLIMP", 5, .5, 1)])
+def test_entropy_and_the_classifiers_are_drawn_and_counted(name, flag, n, low, high, analysed):
+    found = analyse(name, analysed / "run", flag.replace("BLIMP", str(analysed / "blimp")))
+    assert found.keys() == {"values", "hiddens"}
+    for (layer,) in found.values():                            # is or are: the embedding tells
+        assert len(layer) == n and low < np.mean(layer) <= high, found
+
+
+def test_words_are_found_where_they_stand(analysed):
+    tok = get_tokenizer(str(analysed / "data"))
+    rows, places = analysis.find_words(analysed / "data", tok, 32, 20)
+    words = []
+    for row, here in zip(rows, places):
+        for position, label in here:
+            words.append(tok.decode([int(row[position])]))
+            assert words[-1] == " " + analysis.WORDS[label]
+    assert {words.count(word) for word in words} == {20}
+
+
+def test_router_maps_are_means_over_heads_and_shares_of_heads(analysed, monkeypatch):
+    grid = torch.tensor([[[1., 0], [1, 0]], [[.5, .5], [0, 1]]])
+    seen = {"router": (grid, ("layer", "head", "source"))}
+    monkeypatch.setattr(model_move.Model, "inspect", lambda self, idx: seen)
+    assert analyse("router", analysed / "run") == {
+        "layers": [[1, 0], [.25, .75]], "heads": [[1, 0], [1, 0], [.5, .5], [0, 1]]}
+
+
+def test_words_json_is_appendix_b():
+    words = json.loads((ROOT / "experiments/words.json").read_text())
+    assert sorted(words) == sorted("bank crane bat date watch block brilliant cold".split())
+    for word, lengths in words.items():
+        for three in lengths.values():                         # a gate sees what is to its left
+            assert len(three) == 3
+            assert all(re.search(rf"\b{word}\W*$", text) for text in three)
+
+
+def test_words_in_two_senses_are_compared_by_length(analysed, monkeypatch, capsys):
+    """The gate on V itself, column 0, does not count; differences are parts of the largest."""
+    seen = iter([[5.0, 1, 1], [0, 1, 2], [9.0, 3, 1]] * 3)     # A1, A2, B1: on V, two slots
+
+    def look(model, tok, text, word):
+        return {"gates": (torch.tensor([next(seen)]), ["layer", "slot"], 1)}
+
+    monkeypatch.setattr(sample, "look", look)
+    found = analyse("words", analysed / "run", "--words=cold")
+    assert found["cold"]["gates"]["short"] == [[[5, 1, 1]], [[0, 1, 2]], [[9, 3, 1]]]
+    text = capsys.readouterr().out
+    assert "largest (2)" in text
+    assert len(re.findall(r"(?m)^  (short|medium|long) +0.2500 +0.5000$", text)) == 3
+    assert (analysed / "run/analysis_words_run_gates_cold.png").exists()
+
+
+# ---------------------------------------------------------------- heads, slots and parts
+
+def summed_losses(model, x, y):
+    """The loss of each example, summed over its targets."""
+    return torch.stack([model(a[None], b[None])[1] * (b >= 0).sum() for a, b in zip(x, y)])
+
+
+@torch.no_grad()
+def scramble(module, std=0.5):
+    torch.manual_seed(1)
+    for p in module.parameters():
+        p.normal_(0, std)
+
+
+@pytest.mark.parametrize("method", ["midus", "llama_pro"])
+def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(method):
+    """Finite differences. A gate on a head is a factor of W_O's columns; in a memory block, which
+    has no W_O, of the head's sub-keys."""
+    model = midus_grown(method, midus_base(torch.float64)).eval()
+    scramble(model.inserted)
+    x = some_tokens(3, 9)
+    y = x.roll(-1, 1)
+    y[0, :5] = -1                                              # a prompt
+    found = analysis.head_importance(model, x, y)
+    assert found.shape == (9, 3, 4) and (found > 0).all()
+    eps = 1e-6
+    for layer, block in enumerate([*model.blocks, *model.inserted]):
+        for head in range(4):
+            if block.attn.W_O is None:
+                weight = block.memory.retrieve.keys.data[head]
+            else:
+                weight = block.attn.W_O.weight.data[:, 8 * head:8 * head + 8]
+            kept = weight.clone()
+            losses = []
+            for gate in (1 + eps, 1 - eps):
+                weight.copy_(kept * gate)
+                losses.append(summed_losses(model, x, y).detach())
+            weight.copy_(kept)
+            slope = (losses[0] - losses[1]).abs() / (2 * eps)
+            torch.testing.assert_close(found[layer, :, head], slope, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["move", "lime", "ultramem", "hiermem"])
+def test_importance_takes_the_other_models_too(name):
+    model = make(name).eval()
+    found = analysis.head_importance(model, some_tokens(), some_tokens(seed=1))
+    assert found.shape == (len(model.blocks), 2, model.config.n_head) and (found > 0).all()
+
+
+@pytest.fixture(scope="module")
+def grown_run(midus_run, text_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("midus") / "cpt"
+    train("--model=midus", *TINY, "--depth=2", f"--dataset={text_folder}", "--max_iters=4",
+          "--upscale=midus", "--phase=cpt", "--n_keys=8", f"--init_from={midus_run}",
+          f"--out_dir={out}")
+    return out
+
+
+def test_the_importance_of_a_run_is_the_mean_over_windows(midus_run, grown_run, text_folder,
+                                                          tmp_path, capsys):
+    analysis.main(["importance", f"--runs={midus_run},{grown_run}", "--sequences=11",
+                   f"--out={tmp_path}"])
+    found = json.loads((tmp_path / "analysis_importance.json").read_text())
+    assert found[str(midus_run)]["inserted"] == found[str(midus_run)]["inserted variance"] == []
+    after = found[str(grown_run)]
+    model = sample.load_model(grown_run, "cpu")[0]
+    x, y = TokenShards(text_folder, "val", 32).batch(range(11))
+    each = [analysis.head_importance(model, a[None], b[None]) for a, b in zip(x, y)]
+    grid = torch.tensor(after["blocks"] + after["inserted"])
+    torch.testing.assert_close(grid, torch.cat(each, 1).mean(1), rtol=1e-4, atol=1e-6)
+    assert after["blocks variance"] == pytest.approx(np.var(after["blocks"], axis=1))
+    assert "inserted: importance, layer by layer" in capsys.readouterr().out
+
+
+def test_slots_are_counted_by_head_and_layer(midus_run, grown_run, text_folder, monkeypatch):
+    found = analyse("slots", grown_run, "--sequences=3")
+    assert (found["slots"], found["tokens"]) == (64, 96)
+    assert sum(found["ranked"][0]) == pytest.approx(1) and "constant" in found
+    with pytest.raises(ConfigError, match="for models with memory slots"):
+        analysis.main(["slots", f"--runs={midus_run}"])
+    windows = iter([[[[1., 0, 0, 0], [.5, .5, 0, 0]]], [[[.25, 0, .75, 0], [0, 1, 0, 0]]]])
+
+    def inspect(self, idx):                                    # a layer, two heads, four slots
+        return {"use": (torch.tensor(next(windows)), ("layer", "head", "slot"))}
+
+    monkeypatch.setattr(model_midus.Model, "inspect", inspect)
+    model = sample.load_model(grown_run, "cpu")[0]
+    c = SimpleNamespace(sequences=2, device="cpu")
+    assert analysis.slot_use(model, None, text_folder, c) == {
+        "slots": 4, "tokens": 64, "touched": [[2, 2]], "dead": [[.5, .5]],
+        "dead in all heads": [.25], "ranked": [[.6875, .3125, 0, 0]]}
+
+
+def test_blocks_that_add_a_constant_are_found_out(grown_run, text_folder):
+    """By hand: the loss without the block, and with a bias in its place; a block that is nothing
+    but a bias loses nothing by it."""
+    model = sample.load_model(grown_run, "cpu")[0]
+    c = SimpleNamespace(sequences=3, device="cpu")
+    memory = model.inserted[0].memory
+    found = analysis.block_losses(model, text_folder, c)
+    assert found["loss"] == pytest.approx(analysis.mean_loss(model, text_folder, c))
+    added = []
+    memory.register_forward_hook(lambda module, inputs, output: added.append(output))
+    analysis.mean_loss(model, text_folder, c)
+    mean = torch.cat(added).mean((0, 1))
+    for name, bias in (("silent", 0 * mean), ("constant", mean)):
+        memory.forward = lambda a, *more: bias.expand(*a.shape[:2], -1)
+        biased = analysis.block_losses(model, text_folder, c)
+        assert found[name] == pytest.approx(biased["loss"], abs=1e-5) != found["loss"]
+        assert biased["constant"] == pytest.approx(biased["loss"], abs=1e-5)
+
+
+def test_parts_of_layers_are_weighed_by_leaving_them_out(midus_run, grown_run, text_folder,
+                                                         tmp_path, capsys):
+    """By hand: the loss with zeros for the last matrix of an attention or an FFN; and without the
+    only inserted block's memory."""
+    analysis.main(["parts", f"--runs={grown_run},{midus_run}", "--sequences=3",
+                   f"--out={tmp_path}"])
+    said = capsys.readouterr().out
+    assert said.count("attention ") == 2 and said.count("all memories") == 1
+    found = json.loads((tmp_path / "analysis_parts.json").read_text())
+    c = SimpleNamespace(sequences=3, device="cpu")
+    for run, parts in found.items():
+        for name, last in (("attn", "attn.W_O.weight"), ("mlp", "mlp.down.weight")):
+            for layer in range(2):
+                model = sample.load_model(run, "cpu")[0]
+                model.blocks[layer].get_parameter(last).data.zero_()
+                rise = analysis.mean_loss(model, text_folder, c) - parts["loss"]
+                assert parts[name][layer] == pytest.approx(rise, abs=1e-5) and rise != 0
+    grown, base = found[str(grown_run)], found[str(midus_run)]
+    assert base["memory"] == [None, None] and base["all memories"] is None
+    assert grown["mlp"][-1] is None and grown["memory"][:-1] == [None, None]
+    model = sample.load_model(grown_run, "cpu")[0]
+    silent = analysis.block_losses(model, text_folder, c)["silent"]
+    assert grown["memory"][-1] == pytest.approx(silent - grown["loss"], abs=1e-6)
+    assert grown["all memories"] == grown["memory"][-1]
+
+
+def test_a_memory_that_returns_a_loss_too_is_left_out(text_folder):
+    """UltraMem's, whose output is a pair and comes back some blocks later: as good as tables of
+    zeros."""
+    model = make("ultramem", n_layer=4, memory="ultramem", memory_layers="0:1/2:3", vocab_size=257)
+    c = SimpleNamespace(sequences=2, device="cpu")
+    found = analysis.part_losses(model, None, text_folder, c)
+    assert [rise is None for rise in found["memory"]] == [False, True, False, True]
+    assert 0 not in found["memory"]
+    for table in model.tables.parameters():
+        table.data.zero_()
+    without = analysis.mean_loss(model, text_folder, c) - found["loss"]
+    assert found["all memories"] == pytest.approx(without, abs=1e-6) != 0
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["entropy"], "and --runs="), (["colour", "--runs=RUN"], "give one of entropy, separability, "),
+    (["router", "--runs=RUN"], "for models with routers"),
+    (["words", "--runs=RUN", "--words=window"], "words.json has bank, "),
+    (["separability", "--runs=RUN", "--occurrences=1000000"], "has too few of is ("),
+    (["separability", "--runs=RUN", "--dataset=BYTES"], "was trained with another tokenizer"),
+    (["blimp", "--runs=RUN", "--blimp=nowhere"], "has no determiner_noun_agreement_with_adj_irr"),
+    (["entropy", "--runs=nowhere"], "nowhere"),
+])
+def test_bad_analyses_are_named(flags, message, analysed, text_folder):
+    names = {"RUN": str(analysed / "run"), "BYTES": str(text_folder)}
+    for name, path in names.items():
+        flags = [flag.replace(name, path) for flag in flags]
+    with pytest.raises((ValueError, OSError), match=re.escape(message)):
+        analysis.main(flags)
