@@ -261,6 +261,8 @@ def test_every_node_splits_its_own_points():
     upper, lower = tree.centroids
     for child, centroid in enumerate(lower):
         assert (centroid - upper[child // 2]).norm() < 1
+    with pytest.raises(ValueError, match="at level 1 a node has 159 windows .* needs 160"):
+        Retriever.fit(x[:159], "40", HashEmbedder({}))
     with pytest.raises(ValueError, match="clusters=4,8,8: at level 3 a node has .* needs 32"):
         Retriever.fit(torch.randn(400, 6), "4,8,8", HashEmbedder({}))
 
