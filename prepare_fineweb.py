@@ -733,7 +733,8 @@ def read_files(path, text_field):
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
     files = [file for file in files if file.is_file() and re.search(kinds, file.name)]
-    need(files, f"{path} holds no .txt .jsonl (.gz, .xz) or .parquet file")
+    need(files, f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or "
+                ".parquet file")
     val = [file for file in files if file.name.startswith("val")]
     train = [file for file in files if file not in val]
     for file in val + train:     # val first: max_tokens stops in the training text

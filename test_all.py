@@ -589,7 +589,7 @@ def check_refusal(message, tmp_path, **settings):
 
 @pytest.mark.parametrize("settings, message", rows("""
 source=nowhere                 there is no source nowhere: fineweb_edu, pydocs, or an existing
-source=a.csv                   a.csv holds no .txt .jsonl
+source=a.csv                   a.csv is not a .txt .jsonl
 source=in                      in holds no .txt .jsonl
 tokenizer=gpt3                 unknown tokenizer 'gpt3': gpt2, bpe
 tokenizer=a.txt                a.txt is not a tokenizer.json

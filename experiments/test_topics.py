@@ -69,7 +69,8 @@ def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clu
     rows, masks, leaves = read(clustered, split)
     seen = ""
     for row, leaf in zip(rows, leaves):
-        text = "".join(chr(i) if i < 256 else "|" for i in row)
+        characters = [chr(i) if i < 256 else "|" for i in row]     # | is eot
+        text = "".join(characters)
         seen += text.replace("|", "")
         for piece in text.split("|"):
             assert leaf in {leaf_of[window] for window in windows if piece in window}
@@ -101,7 +102,8 @@ def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
     assert lower["nmi"] > 0.95
 
     assert lower["agreement"]["10"] > 0.8
-    assert upper["tokens"][0] + upper["tokens"][2] == sum(len(text) for text in texts[8:])
+    smallest, _, largest = upper["tokens"]
+    assert smallest + largest == sum(len(text) for text in texts[8:])
     source = clustered.parent / "source"
     again = prepare(source=source, out=clustered.parent / "again", **CLUSTERED)
     again = load_meta(again)
@@ -110,6 +112,17 @@ def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
     assert "level 2: 4 nodes of" in capsys.readouterr().out
     moved = [c + 0.1 for c in retriever.centroids]
     assert Retriever(retriever.embedder, "2,2", moved).hash != retriever.hash
+
+
+def test_normalised_mutual_information():
+    halves = [0, 0, 1, 1]
+    crossed = [0, 1, 0, 1]
+    quarters = [0, 1, 2, 3]
+    assert topics.mutual_information(halves, halves) == pytest.approx(1)
+    assert topics.mutual_information(halves, crossed) == pytest.approx(0)
+    assert topics.mutual_information(halves, quarters) == pytest.approx(2 / 3)
+    expected = 0.75 * math.log(4 / 3) + 0.25 * math.log(4)
+    assert topics.entropy([0, 0, 0, 1]) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("leaf, message", [(4, "leaves 0 to 4 of a tree of 4"), (-1, "leaves -1")])
@@ -248,6 +261,8 @@ def test_every_node_splits_its_own_points():
     upper, lower = tree.centroids
     for child, centroid in enumerate(lower):
         assert (centroid - upper[child // 2]).norm() < 1
+    with pytest.raises(ValueError, match="at level 1 a node has 159 windows .* needs 160"):
+        Retriever.fit(x[:159], "40", HashEmbedder({}))
     with pytest.raises(ValueError, match="clusters=4,8,8: at level 3 a node has .* needs 32"):
         Retriever.fit(torch.randn(400, 6), "4,8,8", HashEmbedder({}))
 
