@@ -82,7 +82,7 @@ def test_merge_refuses_what_does_not_belong_together_and_to_replace_a_checkpoint
         folders = [tmp_path / job if job == "spoilt" else runs / job for job in jobs.split()]
         bank.merge(folders, tmp_path / "all", **more)
 
-    anchor = {**job["model"], "norm.weight": torch.zeros(64)}
+    anchor = {**job["model"], "blocks.0.attn.W_Q.weight": torch.zeros(64, 64)}
     tree = {**job["model_config"], "retriever": "x"}
     for jobs, changes, message in (
         ("job0 job1", {}, "0 of the jobs have --generic=1"),
