@@ -3928,7 +3928,8 @@ def test_hiermem_decoding_goes_on_with_what_the_prompt_has_fetched():
 
 
 def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
-    idx, leaf, grads = some_tokens(4, 13), torch.tensor([4, -1, 4, 1]), []
+    idx, leaf = some_tokens(4, 13), torch.tensor([4, -1, 4, 1])
+    grads = []
     for fields in ({}, dict(bank_device="cpu"), dict(sparse_memory=False)):
         model = make("hiermem", **fields, **TREE)
         for p in model.bank.parameters():
@@ -3954,7 +3955,8 @@ def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
     assert model.embed.weight.is_meta and table.device.type == "cpu"
     model.double()
     assert model.bank["1"].table is table and table.dtype == torch.float64
-    rows = model.bank["1"](torch.tensor([1, -1, 1]), torch.device("meta"))
+    node = torch.tensor([1, -1, 1])
+    rows = model.bank["1"](node, torch.device("meta"))
     assert rows.is_meta and rows.shape == (3, 3, 4, 96), "fetched rows travel"
 
 
@@ -3986,7 +3988,8 @@ def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(shape):
             ours = again
     want = torch.stack([row.detach() for row in alone])
     torch.testing.assert_close(table.detach(), want, atol=1e-5, rtol=1e-5)
-    assert torch.equal(table[-1], start[-1]) and not torch.equal(table[0], start[0])
+    assert torch.equal(table[-1], start[-1])
+    assert not torch.equal(table[0], start[0])
 
 
 TOPICS = ("river boat water fish shore", "engine piston fuel wheel brake",
@@ -4112,6 +4115,11 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
     assert f"path {first} > {second}: fetched 1,152 of the bank's 3,072" in said()
     assert f"path {first} > {second ^ 1}:" in said("--block=best:2")
     assert f"path {first ^ 1} > " in said(f"--block=1:{first}")
+    model = sample.load_model(run, "cpu")[0]
+    for text in TOPICS:                                        # from every leaf to its sibling
+        best = tree.path([text])[0, -1]
+        context, line = model.prompt_context(text, [run], block="best:2")
+        assert context["leaf"].tolist() == [best ^ 1]
     assert "generic memory" in said("--leaf=generic") and "no memory" in said("--leaf=none")
     assert "path 1 > 3:" in said("--leaf=3") and "path 1 > 3:" in said("--leaf=3", "--block=2:2")
     for flags, message in (
@@ -4151,14 +4159,14 @@ def test_hiermem_hugging_face_anchors(kind, tmp_path):
     idx, ckpt = some_tokens(2, 20), sample.load_hugging_face(tmp_path, model_hiermem)
     ours = model_hiermem.Model(model_hiermem.Config(**ckpt["model_config"]))
     ours.load_state_dict(ckpt["model"])
-    torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=1e-4, rtol=1e-4)
+    logits = ours(idx)[0]
+    torch.testing.assert_close(logits, theirs(idx).logits, atol=1e-4, rtol=1e-4)
     fields = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
     begun = model_hiermem.start(tmp_path, ckpt, fields)
     grown = model_hiermem.Model(model_hiermem.Config(**begun["model_config"]))
     grown.init_weights()
     grown.load_state_dict(grown.state_dict() | begun["model"])
-    leaf = torch.tensor([1, 5])
-    assert torch.equal(grown(idx, leaf=leaf)[0], ours(idx)[0])
+    assert torch.equal(grown(idx, leaf=torch.tensor([1, 5]))[0], logits)
     assert (grown.config.eot, grown.config.retriever) == (-1, "x")
 
 
