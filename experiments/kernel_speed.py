@@ -1,0 +1,360 @@
+"""Times every operation of kernels.py against the obvious torch way, on the device it runs on.
+
+python experiments/kernel_speed.py [--json=PATH] [--quick]
+
+Three tables: the operations at the papers' sizes, a training step of one memory table, and the head
+with its loss. "of copy" is the bytes that must move, over the time, as a fraction of a measured
+copy's bandwidth. The two sides of every comparison take turns.
+"""
+import argparse
+import concurrent.futures
+import itertools
+import json
+import math
+import multiprocessing
+import resource
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import kernels
+from kernels import LazyAdam, gather_dot, gather_sum, keep_coalesced, keep_freed_memory
+from kernels import linear_cross_entropy, mix_values, product_key_topk, row_sums_dense, tucker_topk
+
+
+def wait(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def medians(functions, device, rounds):
+    """Milliseconds per call; the functions take turns. On CUDA a sample is five calls in a row, so
+    that launches overlap the work."""
+    calls = 5 if device == "cuda" else 1
+    samples = [[] for _ in functions]
+    for turn in range(rounds + 2):    # two rounds to warm up
+        for function, sample in zip(functions, samples):
+            wait(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            wait(device)
+            sample.append((time.perf_counter() - start) / calls * 1e3)
+    return [sorted(sample[2:])[rounds // 2] for sample in samples]
+
+
+def draw(kind, N, shape, device):
+    """Uniform rows, or Zipf-like ones (the i-th most used has a chance of about 1/i), spread."""
+    if kind == "uniform":
+        return torch.randint(N, shape, device=device)
+    zipf = (N ** torch.rand(shape, device=device)).long().clamp_(max=N - 1)
+    return zipf * 7919 % N
+
+
+# ================================================================ the obvious torch ways
+
+def bag(table, indices, weights, sparse=False):
+    return F.embedding_bag(
+        indices, table, mode="sum", per_sample_weights=weights.to(table.dtype), sparse=sparse)
+
+
+def naive_dot(table, indices, x):
+    return (table[indices] * x[:, None]).sum(-1)
+
+
+def naive_table_gradient(table, indices, weights, grad):
+    pairs = (grad[:, None] * weights[..., None]).flatten(0, 1)
+    return table.new_zeros(table.shape).index_add_(0, indices.view(-1), pairs.to(table.dtype))
+
+
+def three_topk(s_row, s_col, k):
+    row, i = s_row.topk(k)
+    col, j = s_col.topk(k)
+    scores, best = (row[:, :, None] + col[:, None, :]).flatten(1).topk(k)
+    return scores, i.gather(1, best // k), j.gather(1, best % k)
+
+
+def full_grid(s_row, s_col, k):
+    return (s_row[:, :, None] + s_col[:, None]).flatten(1).topk(k)[0]
+
+
+def naive_mix(v, bank_rows, inverse, gate):
+    weights = gate[..., 1:].transpose(1, 2)[..., None]
+    return gate[..., :1] * v + (weights * bank_rows[inverse]).sum(1)
+
+
+def two_ops(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=-1)
+
+
+# ================================================================ the operations
+
+class Case:
+    """ours and theirs: functions of the tensors `inputs`, which get gradients. must_move: the bytes
+    that forward and backward together have to move."""
+
+    def __init__(self, op, size, ours, theirs, name, inputs, must_move):
+        self.op = op
+        self.size = size
+        self.ours = ours
+        self.theirs = theirs
+        self.name = name
+        self.inputs = inputs
+        self.must_move = must_move
+
+
+def cases(device, dtype, quick):
+    yield from sum_cases(device, dtype, quick)
+    yield from search_cases(device, quick)
+    yield from mix_cases(device, dtype, quick)
+
+
+def sum_cases(device, dtype, quick):
+    big = device == "cuda" and not quick
+    sizes = (    # paper, n, k, d, queries on a GPU and on a CPU
+        ("MIDUS", 64, 4, 64, 2**20, 2**14), ("MIDUS", 64, 4, 128, 2**20, 2**14),
+        ("UltraMemV2", 360, 32, 192, 2**16, 2**11), ("Memory+", 1138, 160, 768, 2**13, 2**8))
+    for (paper, n, k, d, P, cpu_P), kind in itertools.product(sizes, ("uniform", "zipf")):
+        largest = n == 1138
+        if largest and quick:
+            continue
+        N = n * n
+        P = P if big else cpu_P
+        sparse = device == "cpu" and largest    # there a dense gradient has 4 GB
+        indices = draw(kind, N, (P, k), device)
+        table = torch.randn(N, d, device=device).to(dtype)
+        x = torch.randn(P, d, device=device)
+        w = torch.randn(P, k, device=device)
+        size = f"{paper} N={N} d={d} P={P} k={k} {kind}" + (" sparse" if sparse else "")
+        row = d * dtype.itemsize
+        read = P * k * (row + 12)
+        written = row * (indices.unique().numel() if sparse else N)
+        yield Case("gather_sum", size,
+                   lambda table, w: gather_sum(table, indices, w, sparse_grad=sparse),
+                   lambda table, w: bag(table, indices, w, sparse),
+                   "embedding_bag", (table, w), 2 * read + written + P * d * 8)
+        if sparse:
+            continue
+        yield Case("gather_dot", size,
+                   lambda table, x: gather_dot(table, indices, x),
+                   lambda table, x: naive_dot(table, indices, x),
+                   "gather, sum", (table, x), 2 * read + written + P * d * 12)
+        yield Case("table gradient", size,
+                   lambda: row_sums_dense(x, indices, w[..., None], None, 1, None, N, dtype),
+                   lambda: naive_table_gradient(table, indices, w, x),
+                   "index_add_", (), written + P * d * 4 + P * k * 12)
+
+
+def search_cases(device, quick):
+    fewer = 1 if device == "cuda" and not quick else 16
+    for n, k, P in ((64, 4, 2**16), (64, 32, 2**16), (360, 32, 2**14), (1138, 80, 2**13)):
+        P = P // fewer
+        scores = (torch.randn(P, n, device=device), torch.randn(P, n, device=device))
+        peers = {"three topk": lambda row, col: three_topk(row, col, k)[0]}
+        if n == 64:
+            peers["full grid"] = lambda row, col: full_grid(row, col, k)
+        for name, theirs in peers.items():
+            yield Case("product_key_topk", f"P={P} n={n} k={k}",
+                       lambda row, col: product_key_topk(row, col, k)[0],
+                       theirs, name, scores, P * (16 * n + 40 * k))
+    P = 2**14 // fewer
+    n = 360
+    m = 32
+    u = torch.ones(1, 2, device=device)
+    core = torch.rand(2, 1, 2, 2, device=device)
+    scores = (torch.randn(P, 1, 2, n, device=device), torch.randn(P, 1, 2, n, device=device))
+    yield Case("tucker_topk", f"P={P} n={n} m={m} r=2 H=2",
+               lambda row, col: tucker_topk(row, col, u, u, core, m, m)[0],
+               None, "-", scores, P * (32 * n + 40 * m))
+
+
+def mix_cases(device, dtype, quick):
+    T = 2**15 if device == "cuda" and not quick else 2**11
+    H = 6
+    for name, M in (("x1", 6), ("x8", 48)):
+        tokens, inverse = draw("zipf", 65536, (T,), device).unique(return_inverse=True)
+        v = torch.randn(T, H, 128, device=device).to(dtype)
+        rows = torch.randn(len(tokens), M, H, 128, device=device).to(dtype)
+        gate = torch.randn(T, H, M + 1, device=device)
+        yield Case("mix_values", f"MoVE D12 {name} T={T} U={len(tokens)} M={M}",
+                   lambda v, rows, gate: mix_values(v, rows, inverse, gate),
+                   lambda v, rows, gate: naive_mix(v, rows, inverse, gate),
+                   "gather, sum", (v, rows, gate), 3 * rows.nbytes + 5 * v.nbytes + 3 * gate.nbytes)
+
+
+def forward_and_backward(function, inputs):
+    """-> the two as functions without arguments."""
+    leaves = [t.requires_grad_() for t in inputs]
+    forward = partial(function, *leaves)
+    if not leaves:
+        return forward, lambda: None
+    y = forward()
+    return forward, partial(torch.autograd.grad, y, leaves, torch.randn_like(y), retain_graph=True)
+
+
+def time_operations(device, quick, rounds, copy):
+    print(f"{'':74}{'ours: fwd':>11}{'bwd':>9}{'of copy':>9}{'theirs:':>16}{'fwd':>9}{'bwd ms':>9}"
+          f"{'ratio':>8}")
+    for dtype in (torch.float32, torch.bfloat16):
+        if device == "cpu" and dtype == torch.bfloat16:
+            continue
+        for case in cases(device, dtype, quick):
+            calls = [*forward_and_backward(case.ours, case.inputs)]
+            if case.theirs:
+                calls += forward_and_backward(case.theirs, case.inputs)
+            times = medians(calls, device, rounds)
+            times += [math.nan] * (4 - len(times))
+            ours = times[0] + times[1]
+            result = dict(
+                op=case.op, size=case.size, dtype=str(dtype), fwd_ms=times[0], bwd_ms=times[1],
+                of_copy=case.must_move / ours / copy, peer=case.name, peer_fwd_ms=times[2],
+                peer_bwd_ms=times[3], ratio=(times[2] + times[3]) / ours)
+            short = "bf16" if dtype == torch.bfloat16 else "fp32"
+            print(f"{case.op:16} {case.size:50} {short:6}{times[0]:11.3f}{times[1]:9.3f}"
+                  f"{result['of_copy']:9.0%}{case.name:>16}{times[2]:9.3f}{times[3]:9.3f}"
+                  f"{result['ratio']:7.1f}x", flush=True)
+            yield result
+
+
+# ================================================================ a training step of a table
+
+WAYS = ("ours + LazyAdam", "embedding_bag + SparseAdam", "ours + fused AdamW",
+        "embedding_bag + fused AdamW")
+
+
+def training_step(way, indices, weights, x, table):
+    """-> a function: forward, backward and optimizer step of one memory table."""
+    ours = way.startswith("ours")
+    sparse = not way.endswith("AdamW")
+    if not sparse:
+        optimizer = torch.optim.AdamW([table], fused=True)
+    elif ours:
+        optimizer = LazyAdam([table])
+        keep_coalesced(table)
+    else:
+        optimizer = torch.optim.SparseAdam([table])
+
+    def step():
+        w = weights.clone().requires_grad_()
+        if ours:
+            y = gather_sum(table, indices, w, sparse_grad=sparse)
+        else:
+            y = bag(table, indices, w, sparse)
+        y.backward(x)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def time_steps(device, quick, rounds):
+    print("\nforward + backward + optimizer in ms, 65,536 retrievals from (N, 64)")
+    print(" " * 34 + "".join(f"{way:>29}" for way in WAYS))
+    sizes = (2**18, 2**20) if quick else (2**18, 2**20, 2**22)
+    for N, kind in itertools.product(sizes, ("uniform", "zipf")):
+        indices = draw(kind, N, (2**14, 4), device)
+        weights = torch.randn(2**14, 4, device=device)
+        x = torch.randn(2**14, 64, device=device)
+        result = dict(N=N, indices=kind, rows=indices.unique().numel())
+        for way in WAYS:    # one after the other: 4 GB a way at the largest N
+            table = torch.nn.Parameter(torch.randn(N, 64, device=device))
+            step = training_step(way, indices, weights, x, table)
+            result[way] = medians([step], device, rounds)[0]
+        print(f"N={N:<8} {kind:8} {result['rows']:6} rows  "
+              + "".join(f"{result[way]:29.1f}" for way in WAYS), flush=True)
+        yield result
+
+
+# ================================================================ the head and its loss
+
+def head_step(ours, tokens, V, d, dtype, device):
+    """-> a function: loss and gradients of a head."""
+    x = torch.randn(tokens, d, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(V, d, device=device) / d**0.5).to(dtype).requires_grad_()
+    targets = torch.randint(V, (tokens,), device=device)
+    loss = linear_cross_entropy if ours else two_ops
+    return lambda: torch.autograd.grad(loss(x, weight, targets), (x, weight))
+
+
+def peak_bytes(*arguments):
+    """What one step needs beside its inputs, at its peak. In a process of its own."""
+    torch.set_num_threads(1)
+    step = head_step(*arguments)
+    if arguments[-1] == "cuda":
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
+
+
+def peak_elsewhere(*arguments):
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(peak_bytes, *arguments).result()
+
+
+def time_heads(device, quick, rounds):
+    print("\nlinear_cross_entropy against F.cross_entropy(F.linear(...)), forward and backward")
+    sizes = [(4096, 4096, 128), (4096, 4096, 384), (1024, 50304, 384)]
+    if device == "cuda" and not quick:
+        sizes.append((32768, 50304, 768))
+    for (tokens, V, d), dtype in itertools.product(sizes, (torch.float32, torch.bfloat16)):
+        steps = []
+        peaks = []
+        for ours in (True, False):
+            arguments = (ours, tokens, V, d, dtype, device)
+            steps.append(head_step(*arguments))
+            peaks.append(peak_elsewhere(*arguments) / 2**20)
+        times = medians(steps, device, min(rounds, 5))
+        print(f"{tokens:6} tokens x {V:6}, d {d} {str(dtype)[6:]:9} ours {times[0]:8.1f} ms"
+              f"{peaks[0]:7.0f} MiB   theirs {times[1]:8.1f} ms{peaks[1]:7.0f} MiB"
+              f"   {times[1] / times[0]:4.1f}x", flush=True)
+        yield dict(
+            tokens=tokens,
+            vocabulary=V,
+            d=d,
+            dtype=str(dtype),
+            ms=times[0],
+            peak_mib=peaks[0],
+            peer_ms=times[1],
+            peer_peak_mib=peaks[1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description="times every operation of kernels.py")
+    parser.add_argument("--json", help="a file for the figures")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rounds = 5 if options.quick else 15
+    keeps = device == "cpu" and keep_freed_memory()    # for both sides
+    a, b = torch.randn(2, 2**26 if device == "cuda" else 2**25, device=device)
+    copy = 2 * a.nbytes / medians([lambda: b.copy_(a)], device, rounds)[0]    # bytes per ms
+    report = dict(
+        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        triton=getattr(kernels.triton, "__version__", None),
+        malloc_keeps=keeps,
+        path="triton" if kernels.use_triton(a) else "torch",
+        copy_gb_per_s=round(copy / 1e6, 1))
+    print(", ".join(f"{key} {value}" for key, value in report.items()), "\n")
+    report["operations"] = list(time_operations(device, options.quick, rounds, copy))
+    report["steps"] = list(time_steps(device, options.quick, rounds))
+    report["heads"] = list(time_heads(device, options.quick, rounds))
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    from prepare_fineweb import guard
+    guard("kernel_speed.py")
+    main()
