@@ -155,7 +155,7 @@ def guard(program):
             sys.__excepthook__(kind, error, traceback)
 
     sys.excepthook = report
-    atexit.register(drop_unread_output)
+    atexit.register(flush_output, program)
 
 
 def is_expected(error):
@@ -173,7 +173,7 @@ def one_line(error):
     return "; ".join(part for part in (text, hint) if part) or kind
 
 
-def drop_unread_output():
+def flush_output(program):
     """At exit Python writes what is left in its buffers, to a reader that may have gone away."""
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -181,6 +181,9 @@ def drop_unread_output():
                 stream.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except OSError as error:     # a full disk
+            print(f"{program}: {one_line(error)}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 @contextlib.contextmanager
@@ -709,11 +712,8 @@ def check_source(name):
 
 
 def _fineweb():
-    try:
-        for n, row in enumerate(_dataset(FINEWEB, name="sample-10BT")):
-            yield "", f"{FINEWEB}, row {n}", row
-    except ConfigError as error:
-        raise ConfigError(f"{FINEWEB}: {error}") from None
+    for row in _dataset(FINEWEB, name="sample-10BT"):
+        yield "", FINEWEB, row
 
 
 def _dataset(path, **arguments):
@@ -725,7 +725,7 @@ def _dataset(path, **arguments):
         yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
     except Exception as error:     # of the hub, of the network, of pyarrow
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"it cannot be read: {reason}") from None
+        raise ConfigError(f"{path} cannot be read: {reason}") from None
 
 
 def read_files(path, text_field):
@@ -733,7 +733,8 @@ def read_files(path, text_field):
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
     files = [file for file in files if file.is_file() and re.search(kinds, file.name)]
-    need(files, f"{path} holds no .txt .jsonl (.gz, .xz) or .parquet file")
+    need(files, f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or "
+                ".parquet file")
     val = [file for file in files if file.name.startswith("val")]
     train = [file for file in files if file not in val]
     for file in val + train:     # val first: max_tokens stops in the training text
@@ -793,12 +794,11 @@ def read_pydocs(workers=-1) -> list:
         spec = importlib.util.find_spec(name)
         if spec:
             files += _modules(Path(spec.origin).parent, name)
-    seen, texts = set(), []
+    texts = []
     for docs in _parallel(_docstrings, files, workers, chunksize=16):
-        fresh = [doc for doc in dict.fromkeys(docs) if doc not in seen]     # some stand twice
-        seen.update(fresh)
-        if sum(len(doc) for doc in fresh) > 500:
-            texts += _pieces("\n\n".join(fresh).splitlines(keepends=True))
+        text = "\n\n".join(docs)
+        if len(text) > 500:
+            texts += _pieces(text.splitlines(keepends=True))
     return texts
 
 
@@ -981,7 +981,7 @@ def _write(c, folder):
     for count in ("documents", "bytes", "tokens"):
         meta[count] = {"train": 0, "val": 0}
     pending = {"train": [], "val": []}     # documents of the next shard
-    waiting = {"train": 0, "val": 0}       # and how many tokens they have
+    full = {"train": c.shard_tokens, "val": c.shard_tokens}     # tokens in all when it is full
     topics = {"train": [], "val": []}      # of every document
     known_bytes = 0
     documents = read_documents(c)
@@ -992,13 +992,12 @@ def _write(c, folder):
             meta["documents"][split] += 1
             meta["bytes"][split] += n_bytes
             meta["tokens"][split] += len(arrays[0])
-            waiting[split] += len(arrays[0])
             pending[split].append(arrays)
             topics[split].append(topic)
             known_bytes += int(lengths[arrays[0]].sum())
-            if waiting[split] >= c.shard_tokens:
+            if meta["tokens"][split] >= full[split]:
                 _save_shard(folder, split, pending[split])
-                waiting[split] = 0
+                full[split] = meta["tokens"][split] + c.shard_tokens
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
     for split in pending:
