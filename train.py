@@ -25,7 +25,7 @@ what it lacks of them:
                          block, embedder_path)       and a line that says so
     Model.new_cache(batch_size, max_len)             decoding                                None
     Model.inspect(idx)                               {name: (tensor, axes)}, pictures        {}
-    start(path, ckpt, fields), of the module         another model of a checkpoint           as it is
+    start(path, ckpt, fields), of the module         another model of a checkpoint           as is
 """
 import signal
 
@@ -33,7 +33,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C while torch is imported: no traceback
 
 from prepare_fineweb import (ConfigError, TokenShards, configure, find_dataset, get_tokenizer,
-                             guard, help_text, load_meta, load_token_bytes, lock, need)
+                             guard, help_text, load_meta, load_token_bytes, lock, naming, need)
 
 if __name__ == "__main__":
     guard("train.py")
@@ -379,16 +379,18 @@ def make_optimizer(kind, groups):
 
 
 optimizers, sparse = [], set()
+asked = [{**group, "base_lr": group["lr"], "base_decay": group["weight_decay"]}
+         for group in param_groups() if group["params"]]
 for kind in ("adamw", "muon", "sparse", "rows"):
-    groups = [{**group, "base_lr": group["lr"], "base_decay": group["weight_decay"]}
-              for group in param_groups() if group["kind"] == kind and group["params"]]
+    groups = [group for group in asked if group["kind"] == kind]
     if groups:
         optimizers.append(make_optimizer(kind, groups))
     if kind in ("sparse", "rows"):
         sparse.update(p for group in groups for p in group["params"])
 
 step = 0
-log, progress = [], {"val_loss": None, "val_bpb": None, "train_seconds": 0.0}
+log = []                                           # the lines of log.jsonl
+progress = {"val_loss": None, "val_bpb": None, "train_seconds": 0.0}
 if ckpt:
     new = raw.state_dict().keys() - ckpt["model"].keys()      # what start() has left out
     if new:
@@ -398,7 +400,8 @@ if resume:
     for o, state in zip(optimizers, ckpt["optimizers"]):
         o.load_state_dict(state)
     torch.set_rng_state(ckpt["rng"])
-    step, log, progress = ckpt["step"], ckpt["log"], ckpt["train"]
+    step, progress = ckpt["step"], ckpt["train"]
+    log = ckpt["log"]
 ckpt = None                                        # its tensors are copied
 
 net, parallel = raw, None
@@ -489,8 +492,8 @@ def train_step(batch, step, want_norm=False):
     raw.begin_step(step, max_iters)
     loss, norm = forward_backward(*batch), None
     if world > 1:
-        for p in sparse:
-            if p.grad is not None:
+        for p in raw.parameters():                 # in the same order everywhere
+            if p.grad is not None and p.grad.is_sparse:
                 p.grad = average_sparse(p.grad)
     if want_norm or grad_clip:
         norm = clip_grads(list(raw.parameters()), grad_clip)
@@ -508,6 +511,7 @@ def evaluate():
     """val_loss (nats) and val_bpb (or None) over the first eval_tokens of the validation split, the
     same ones each time, tokens without bytes left out; a task's accuracy."""
     net.eval()
+    forward = net if parallel is None else raw     # processes may have unequal numbers of batches
     n = min(max(1, eval_tokens // block_size), val_data.n_windows)
     sums = torch.zeros(3, dtype=torch.float64)     # nats, targets, bytes
     for first in range(rank * batch_size, n, batch_size * world):
@@ -520,7 +524,7 @@ def evaluate():
         wanted = raw.training_context(context, seed, windows)      # as it is, nothing drawn
         context = on_device({key: context[key] for key in wanted})
         with autocast:
-            loss = net(x.to(device), y.to(device), **context)[1].item()
+            loss = forward(x.to(device), y.to(device), **context)[1].item()
         targets = (y >= 0).sum().item()
         sums += torch.tensor([loss * targets, targets, size], dtype=torch.float64)
     nats, targets, size = over_processes(sums).tolist()
@@ -536,11 +540,22 @@ def evaluate():
 
 
 # ---------------------------------------------------------------- what a run leaves behind
+
+
 def must_be_finite(value, what):
     there = (out / "ckpt.pt").exists()
     last = f"; {out}/ckpt.pt holds the last good state" if there else ""
-    need(math.isfinite(value), f"{what} is not a number at step {step}; try a learning_rate below "
+    need(math.isfinite(value), f"{what} is not a number; try a learning_rate below "
          f"{learning_rate:g}, or grad_clip=1{last}")
+
+
+def check_losses():
+    """Of the steps since the last look."""
+    for n, loss in losses:
+        first = (skip_steps + n - 1) * rows
+        where = f"rows {first} to {first + rows - 1} of the data order"
+        must_be_finite(loss.item(), f"the loss of step {n}, {where},")
+    losses.clear()
 
 
 def begin_output():
@@ -562,14 +577,14 @@ def begin_output():
 def log_line(**values):
     log.append(values)
     if master:
-        with open(out / "log.jsonl", "a") as file:
+        with naming(out / "log.jsonl"), open(out / "log.jsonl", "a") as file:
             file.write(json.dumps(values) + "\n")
 
 
 def save(text):
     """The checkpoint; never one whose weights are not finite: the earlier one stays."""
     for name, p in raw.named_parameters():
-        must_be_finite(p.detach().sum().item(), name)
+        must_be_finite(p.detach().sum().item(), f"{name} after step {step}")
     if master:
         write_checkpoint(out / "ckpt.pt", {
             "format": "nanomem-1", "model": raw.state_dict(), "step": step, "log": log,
@@ -613,7 +628,8 @@ def usage(pace):
 
 
 # ---------------------------------------------------------------- the run
-first_step, step_times, losses = step, [], []
+first_step, step_times = step, []
+losses = []                                        # (step, loss) since the last line
 stop = []                                          # the signals that came
 
 
@@ -655,7 +671,7 @@ try:
         due = step % eval_interval == 0 or step == max_iters
         if due and not (resume and step == first_step):
             values = evaluate()
-            must_be_finite(values["val_loss"], "the validation loss")
+            must_be_finite(values["val_loss"], f"the validation loss after step {step}")
             if master and step == first_step:
                 begin_output()
             progress |= values
@@ -677,14 +693,13 @@ try:
         following = fetch(step + 1) if step + 1 < max_iters else None
         loss, norm = train_step(batch, step, logged)
         step, batch = step + 1, following
-        losses.append(loss)
+        losses.append((step, loss))
         step_times.append(time.perf_counter() - start)
         progress["train_seconds"] += step_times[-1]
         if logged:
             pace = batch_tokens / median(step_times[-50:])
             lr = learning_rate * schedule_factor(step - 1)
-            must_be_finite(sum(losses).item(), f"one of the last {len(losses)} training losses")
-            losses.clear()
+            check_losses()
             log_line(step=step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
                      tokens=step * batch_tokens, tokens_per_second=pace)
             eta = clock((max_iters - step) * batch_tokens / pace)
@@ -728,7 +743,9 @@ if master:
         "dtype": dtype, "torch": torch.__version__, "commit": commit(), "data_id": meta["data_id"],
         "source_hash": source_hash(model), "config": config,
         "date": datetime.date.today().isoformat()}
-    (out / "result.json").write_text(json.dumps(result, indent=1))
+    with naming(out / "result.json"):
+        (out / "result.json.tmp").write_text(json.dumps(result, indent=1))
+        os.replace(out / "result.json.tmp", out / "result.json")
     plot_losses()
     for key, value, goal in (("bpb", progress["val_bpb"], target_bpb),
                              ("loss", progress["val_loss"], target_loss)):
