@@ -260,9 +260,10 @@ def wait_for(condition, seconds=60):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_failing_run_does_not_stop_the_others(jobs, processes, capsys):
-    variants = {"standard": TOYS["standard"], "broken": (dict(fail="yes"), None),
-                "after": (dict(score="2:2", init_from="@broken"), None),
-                "tuned": (dict(score="3:3", init_from="@standard"), None)}
+    variants = {"standard": TOYS["standard"],
+                "tuned": (dict(score="3:3", init_from="@standard"), None),
+                "broken": (dict(fail="yes"), None),
+                "after": (dict(score="2:2", init_from="@broken"), None)}
     path = experiment(processes, variants, claims=["standard > broken"])
     assert runner.main(path, [f"--jobs={jobs}", "--seeds=1"]) == 1
     assert sorted(runs_of(processes)) == ["broken/s0", "standard/s0", "tuned/s0"]
