@@ -653,7 +653,9 @@ if __name__ == "__main__":
     guard("run.py")
     need(sys.argv[1:], "give an experiment: python experiments/run.py experiments/NAME.py "
          "--scale=cpu; --help lists all options")
-    if sys.argv[1] == "claims":
+    if sys.argv[1] in ("-h", "--help"):
+        main("", ["--help"])
+    elif sys.argv[1] == "claims":
         file = ROOT / "experiments" / "results" / "claims.md"
         file.write_text(claims_table(), encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")

@@ -260,9 +260,10 @@ def wait_for(condition, seconds=60):
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_failing_run_does_not_stop_the_others(jobs, processes, capsys):
-    variants = {"standard": TOYS["standard"], "broken": (dict(fail="yes"), None),
-                "after": (dict(score="2:2", init_from="@broken"), None),
-                "tuned": (dict(score="3:3", init_from="@standard"), None)}
+    variants = {"standard": TOYS["standard"],
+                "tuned": (dict(score="3:3", init_from="@standard"), None),
+                "broken": (dict(fail="yes"), None),
+                "after": (dict(score="2:2", init_from="@broken"), None)}
     path = experiment(processes, variants, claims=["standard > broken"])
     assert runner.main(path, [f"--jobs={jobs}", "--seeds=1"]) == 1
     assert sorted(runs_of(processes)) == ["broken/s0", "standard/s0", "tuned/s0"]
@@ -1356,7 +1357,7 @@ def test_slots_are_counted_by_head_and_layer(midus_run, grown_run, text_folder, 
     assert sum(found["ranked"][0]) == pytest.approx(1) and "constant" in found
     with pytest.raises(ConfigError, match="for models with memory slots"):
         analysis.main(["slots", f"--runs={midus_run}"])
-    windows = iter([[[[1., 0, 0, 0], [.5, .5, 0, 0]]], [[[.25, 0, .75, 0], [0, 1, 0, 0]]]])
+    windows = iter([[[[1., 0, 0, 0], [.5, .5, 0, 0]]], [[[.25, .5, .25, 0], [0, 1, 0, 0]]]])
 
     def inspect(self, idx):                                    # a layer, two heads, four slots
         return {"use": (torch.tensor(next(windows)), ("layer", "head", "slot"))}
@@ -1365,8 +1366,8 @@ def test_slots_are_counted_by_head_and_layer(midus_run, grown_run, text_folder, 
     model = sample.load_model(grown_run, "cpu")[0]
     c = SimpleNamespace(sequences=2, device="cpu")
     assert analysis.slot_use(model, None, text_folder, c) == {
-        "slots": 4, "tokens": 64, "touched": [[2, 2]], "dead": [[.5, .5]],
-        "dead in all heads": [.25], "ranked": [[.6875, .3125, 0, 0]]}
+        "slots": 4, "tokens": 64, "touched": [[3, 2]], "dead": [[.25, .5]],
+        "dead in all heads": [.25], "ranked": [[.6875, .25, .0625, 0]]}
 
 
 def test_blocks_that_add_a_constant_are_found_out(grown_run, text_folder):
