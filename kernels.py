@@ -1254,9 +1254,13 @@ def clip_grads(params, max_norm):
     """
     grads = [p.grad for p in params if p.grad is not None]
     grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    norms = [torch.linalg.vector_norm(grad).to(grads[0].device) for grad in grads]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
     if max_norm > 0:
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for device in {grad.device for grad in grads}:         # a bank may be in host memory
+            mine = [grad for grad in grads if grad.device == device]
+            torch._foreach_mul_(mine, scale.to(device))
     return norm
 
 
