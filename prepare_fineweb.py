@@ -872,10 +872,15 @@ def _parallel(function, items, workers, chunksize=1):
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"     # its threads do not survive a fork
     fork = multiprocessing.get_context("fork")
-    leave_ctrl_c_to_the_parent = (signal.SIGINT, signal.SIG_IGN)
     n = workers if workers > 0 else None
-    with fork.Pool(n, signal.signal, leave_ctrl_c_to_the_parent) as pool:
+    with fork.Pool(n, _obey_the_parent) as pool:
         yield from pool.imap(function, items, chunksize)
+
+
+def _obey_the_parent():
+    """Ctrl-C is the parent's affair; its SIGTERM ends a worker, whatever handler was inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _held_out(prompt, text, fraction):
