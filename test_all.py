@@ -4353,6 +4353,19 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
     assert values["val_bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
+def test_evaluation_gives_the_model_what_it_asks_for_and_draws_nothing(tiny):
+    run, seen = tiny("--max_iters=0"), []
+
+    def forward(idx, targets, leaf):
+        seen.extend(leaf.tolist())
+        return None, torch.tensor(1.0)
+    run["raw"].forward = forward
+    run["raw"].training_context = lambda context, seed, rows: {"leaf": -context["leaf"]}
+    run["val_data"].context = lambda windows: {"leaf": torch.tensor(windows), "topic": None}
+    run["evaluate"]()
+    assert seen == list(range(256 // 32))
+
+
 def test_the_seed_decides_initial_values_and_the_order_of_the_data(tiny):
     runs = []
     for seed in (1, 1, 2):
