@@ -4481,7 +4481,7 @@ def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
     assert all(len(line) <= 79 or line.endswith(f"saved {out}/ckpt.pt") for line in lines)
     ckpt = load_ckpt(out)
     assert ckpt["step"] == 60 and ckpt["config"]["model"] == "move"
-    assert ckpt["model_config"]["slots"] == 1
+    assert ckpt["model_config"]["n_embd"] == 64
 
 
 def interrupt_at(batch, monkeypatch):
@@ -4761,6 +4761,19 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
     assert values["val_bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
+def test_evaluation_gives_the_model_what_it_asks_for_and_draws_nothing(tiny):
+    run, seen = tiny("--max_iters=0"), []
+
+    def forward(idx, targets, leaf):
+        seen.extend(leaf.tolist())
+        return None, torch.tensor(1.0)
+    run["raw"].forward = forward
+    run["raw"].training_context = lambda context, seed, rows: {"leaf": -context["leaf"]}
+    run["val_data"].context = lambda windows: {"leaf": torch.tensor(windows), "topic": None}
+    run["evaluate"]()
+    assert seen == list(range(256 // 32))
+
+
 def test_the_seed_decides_initial_values_and_the_order_of_the_data(tiny):
     runs = []
     for seed in (1, 1, 2):
@@ -4787,7 +4800,7 @@ def test_precedence_file_and_help(text_folder, tmp_path, capsys):
     flags = [*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=0"]
     run = train(*flags, tmp_path / "config.py", "--optimizer=adamw")
     got = [run[key] for key in ("log_interval", "grad_clip", "learning_rate", "max_iters")]
-    assert got == [1, 1.0, 0.003, 0] and run["model_config"].slots == 2
+    assert got == [1, 1.0, 0.003, 0] and run["model_config"].memory_scale == 4
     assert train(*flags)["grad_clip"] == 0.0, "of the recipe for muon"
     train("--help", expect="0")
     text = capsys.readouterr().out
@@ -4865,7 +4878,7 @@ def test_a_copied_model_file_needs_no_registration_and_no_hooks(text_folder, tmp
 
 
 def test_dry_run_says_what_a_model_takes(capsys):
-    train("--preset=d12_move_x8", "--dry_run=True", expect="0")
+    train("--preset=d12", "--memory=move", "--memory_scale=8", "--dry_run=True", expect="0")
     text = capsys.readouterr().out
     assert "(50257, 48, 768)" in text and "GiB" in text and "bank.table" in text
 

@@ -60,7 +60,7 @@ from sample import (assemble, generate, load_checkpoint, load_module, load_start
 # ---------------------------------------------------------------- configuration
 # value on cpu | cuda where two; -1 and "" are automatic
 model = "move"              # `cp model_move.py model_mine.py` makes --model=mine
-preset = ""                 # a row of the model's PRESETS, such as d12_move_x1; or
+preset = ""                 # a row of the model's PRESETS, such as d12; or
 depth = -1                  # 4 | 12: layers, width 64*depth
 dense = False               # the model's own baseline without memory (its DENSE)
 out_dir = ""                # out/<model>-d<depth> or out/<model>-<preset>
