@@ -761,6 +761,7 @@ SUMS = {
     "blocks": (5, 3, 8, 4, 1, 3),
     "blocks, slices": (4, 6, 9, 4, 2, 2),
     "wide": (12, 300, 6, 3, 1, 1),
+    "one row in 38 windows": (4, 3, 300, 4, 1, 1),    # 32 are merged at a time
 }
 
 
@@ -776,6 +777,9 @@ def sum_inputs(case, dtype=torch.float64, int_dtype=torch.int64):
         indices = torch.stack([torch.randperm(N, generator=g) for _ in range(P)])
     if case == "runs":    # that end exactly at a window's edge, and beyond
         indices = torch.tensor([0] * 64 + [1] * 33 + [2] * 153).view(P, k)
+    if case == "one row in 38 windows":
+        indices[10:] = 1
+        indices[-2:] = 2
     return table, indices.to(int_dtype), weights, blocks, n_blocks, x
 
 
@@ -792,7 +796,8 @@ def slow_gather_sum(table, indices, weights, blocks, n_blocks):
 
 
 @pytest.mark.parametrize("case", SUMS)
-@pytest.mark.parametrize("dtype, relative", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("dtype, relative", [
+    (torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_kernels_sums_equal_float64(backend, case, dtype, relative):
     int_dtype = torch.int32 if dtype == torch.bfloat16 else torch.int64
     table, indices, weights, blocks, n_blocks, x = sum_inputs(case, dtype, int_dtype)
@@ -814,22 +819,6 @@ def test_kernels_sums_equal_float64(backend, case, dtype, relative):
 
         close(forward_and_gradients(fast_sum, table, weights), expected_sum, relative)
         close(forward_and_gradients(fast_dot, table, x), expected_dot, relative)
-
-
-@pytest.mark.parametrize("case", ["plain", "odd d", "P=0", "slices", "blocks", "blocks, slices"])
-def test_kernels_sums_gradcheck(case):
-    table, indices, weights, blocks, n_blocks, x = sum_inputs(case)
-    order = kernels.sort_indices(indices)
-
-    def fast_sum(t, w):
-        return kernels.gather_sum(t, indices, w, blocks, n_blocks, order=order)
-
-    def fast_dot(t, x):
-        return kernels.gather_dot(t, indices, x, order=order)
-
-    table, weights, x = (t.requires_grad_() for t in (table, weights, x))
-    assert torch.autograd.gradcheck(fast_sum, (table, weights))
-    assert torch.autograd.gradcheck(fast_dot, (table, x))
 
 
 def columns_first(t):
@@ -857,20 +846,6 @@ def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend
     assert kernels.gather_sum(table, indices, weights.bfloat16()).dtype == torch.bfloat16
     kernels.gather_sum(table, indices, weights.requires_grad_()).sum().backward()
     assert table.grad is None and weights.grad is not None
-
-
-def test_kernels_a_row_hit_by_every_query_is_split_and_merged(backend):
-    indices = torch.ones(300, 4, dtype=torch.long)    # 38 windows; 32 are merged at a time
-    indices[:10] = 0
-    indices[-2:] = 2
-    grad = torch.randn(300, 3, generator=generator())
-    ones = torch.ones(300, 4, 1)
-    _, sums = kernels.row_sums(grad, indices, ones, None, 1, None, 4, torch.float32, False)
-    expected = torch.zeros(4, 3)
-    expected[0] = 4 * grad[:10].sum(0)
-    expected[1] = 4 * grad[10:-2].sum(0)
-    expected[2] = 4 * grad[-2:].sum(0)
-    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
