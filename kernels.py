@@ -98,7 +98,7 @@ def operator(fake):
     return register
 
 
-def check(name: str, t: Tensor, shape: tuple, kind: str = "float"):
+def check(name, t, shape, kind="float"):
     """shape: the sizes that t must have, or a letter where any size will do."""
     fits = t.dim() == len(shape)
     for size, wanted in zip(t.shape, shape):
@@ -112,7 +112,7 @@ def check(name: str, t: Tensor, shape: tuple, kind: str = "float"):
         raise ValueError(f"{name} must be ({sizes}) {kind}, got {tuple(t.shape)} {t.dtype}")
 
 
-def check_indices(name: str, t: Tensor, shape: tuple, below: int):
+def check_indices(name, t, shape, below):
     check(name, t, shape, "int32 or int64")
     if DEBUG and t.numel():    # costs a synchronisation
         low, high = t.aminmax()
@@ -482,7 +482,11 @@ def row_sums_dense(grad: Tensor, indices: Tensor, weights: Tensor, blocks: Optio
     return row_sums(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, False)[1]
 
 
-@operator(lambda table, rows, sparse_grad: table.new_empty(rows.shape[0], *table.shape[1:]))
+def gather_rows_fake(table, rows, sparse_grad):
+    return table.new_empty(rows.shape[0], *table.shape[1:])
+
+
+@operator(gather_rows_fake)
 def gather_rows_op(table: Tensor, rows: Tensor, sparse_grad: bool) -> Tensor:
     return table.index_select(0, rows)
 
@@ -572,7 +576,7 @@ linear_cross_entropy_op.register_autograd(
 # ================================================================ torch path: search
 
 @functools.lru_cache(maxsize=64)
-def staircase(k: int, n: int, device: torch.device) -> Tensor:
+def staircase(k, n, device):
     """The pairs of ranks (i, j), from 0 to n-1, with (i+1)(j+1) <= k: about k ln k of them. -> (2,
     C) int64.
 
@@ -737,7 +741,7 @@ def cross_entropy_torch(z, targets, softcap, gradient):
 PADDING = tl.constexpr(-2**63)
 
 
-def power_of_2(n: int, at_least: int = 2) -> int:
+def power_of_2(n, at_least=2):
     return max(at_least, 1 << (n - 1).bit_length())
 
 
@@ -863,7 +867,8 @@ def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, n, m_key, m, HEADS, 
             col = load(s_col + c * n + j, ok)
             grid += row[:, None] * (weight * col)[None, :]
     pair = (i << 16)[:, None] | j[None, :]
-    packed = tl.where(ok[:, None] & ok[None, :], pack(grid, pair), PADDING)
+    both_ok = ok[:, None] & ok[None, :]
+    packed = tl.where(both_ok, pack(grid, pair), PADDING)
     best = tl.topk(tl.reshape(packed, [M2 * M2]), O2)
     o = tl.arange(0, O2)
     tl.store(rows + query * m + o, (best >> 16) & 0xFFFF, mask=o < m)
@@ -893,7 +898,8 @@ def scatter_scores_kernel(grad, index, out, Q, n, K: tl.constexpr, BLOCK_Q: tl.c
     for u in range(K):
         pick = load_index(index + q * K + u, q < Q)
         g = load(grad + q * K + u, q < Q)
-        total += tl.where(pick[:, None] == i[None, :], g[:, None], 0.0)
+        hit = pick[:, None] == i[None, :]
+        total += tl.where(hit, g[:, None], 0.0)
     store_tile(out, n, q, i, q < Q, i < n, total)
 
 
@@ -921,6 +927,7 @@ def scatter_scores_triton(grad, index, n):
 def gather_sum_kernel(table, indices, weights, blocks, out, P, w_p, w_u, w_h, K: tl.constexpr,
                       H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr,
                       BLOCK_D: tl.constexpr):
+    width: tl.constexpr = H * D
     parts: tl.constexpr = E * H * ((D + BLOCK_D - 1) // BLOCK_D)    # programs of the same queries
     part = tl.program_id(0) % parts
     e = part % E
@@ -936,8 +943,8 @@ def gather_sum_kernel(table, indices, weights, blocks, out, P, w_p, w_u, w_h, K:
             use = ok & (load_index(blocks + p * K + u, ok) == e)
         row = load_index(indices + p * K + u, use)
         weight = load(weights + p * w_p + u * w_u + h * w_h, use)
-        total += weight[:, None] * load_tile(table, H * D, row, col, use, c < D)
-    store_tile(out, H * D, p * E + e, col, ok, c < D, total)
+        total += weight[:, None] * load_tile(table, width, row, col, use, c < D)
+    store_tile(out, width, p * E + e, col, ok, c < D, total)
 
 
 def gather_sum_triton(table, indices, weights, blocks, n_blocks):
@@ -969,6 +976,7 @@ def column_block(D, largest):
 def gather_dot_kernel(table, indices, x, blocks, out, P, K: tl.constexpr, H: tl.constexpr,
                       E: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr,
                       BLOCK_D: tl.constexpr):
+    width: tl.constexpr = H * D
     h = tl.program_id(0) % H
     p = (tl.program_id(0) // H).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     ok = p < P
@@ -981,8 +989,8 @@ def gather_dot_kernel(table, indices, x, blocks, out, P, K: tl.constexpr, H: tl.
         for first in range(0, D, BLOCK_D):
             c = first + tl.arange(0, BLOCK_D)
             col = h * D + c
-            values = load_tile(table, H * D, row, col, ok, c < D)
-            total += values * load_tile(x, H * D, result, col, ok, c < D)
+            values = load_tile(table, width, row, col, ok, c < D)
+            total += values * load_tile(x, width, result, col, ok, c < D)
         pair = p * K + u
         tl.store(out + pair * H + h, tl.sum(total, 1), mask=ok)
 
@@ -1013,6 +1021,7 @@ def gather_dot_triton(table, indices, x, blocks, n_blocks, H):
 def row_sums_kernel(grad, keys, order, dest, weights, blocks, out, partial, L, w_p, w_u, w_h,
                     K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
                     C: tl.constexpr, BLOCK_D: tl.constexpr):
+    width: tl.constexpr = H * D
     parts: tl.constexpr = H * ((D + BLOCK_D - 1) // BLOCK_D)
     part = tl.program_id(0) % parts
     w = (tl.program_id(0) // parts).to(tl.int64)
@@ -1029,7 +1038,7 @@ def row_sums_kernel(grad, keys, order, dest, weights, blocks, out, partial, L, w
     if E > 1:
         result += load_index(blocks + entry, ok)
     weight = load(weights + p * w_p + u * w_u + h * w_h, ok)
-    g = load_tile(grad, H * D, result, col, ok, c < D)
+    g = load_tile(grad, width, result, col, ok, c < D)
     key = load_index(keys + e, ok)
     same = (key[:, None] == key[None, :]).to(tl.float32)    # (C, C)
     total = tl.dot(same, g * weight[:, None], input_precision="ieee")    # (C, BLOCK_D)
@@ -1043,8 +1052,8 @@ def row_sums_kernel(grad, keys, order, dest, weights, blocks, out, partial, L, w
     last = ok & ((t == C - 1) | (key != following))
     row = load_index(dest + e, ok)
     half = 2 * w + goes_on.to(tl.int64)
-    store_tile(out, H * D, row, col, last & inside, c < D, total)
-    store_tile(partial, H * D, half, col, last & ~inside, c < D, total)
+    store_tile(out, width, row, col, last & inside, c < D, total)
+    store_tile(partial, width, half, col, last & ~inside, c < D, total)
 
 
 # Second step: one program per window x BLOCK_D columns of the whole row (D here). Where a run
@@ -1167,8 +1176,9 @@ def keep_coalesced(parameter: Tensor):
             values = p.grad._values()
             if not (rows.diff() > 0).all():    # several gradients: add up equal rows
                 ones = values.new_ones(rows.shape[0], 1, 1)
-                rows, sums = row_sums(values.flatten(1), rows[:, None], ones, None, 1, None,
-                                      p.shape[0], values.dtype, True)
+                flat = values.flatten(1)
+                rows, sums = row_sums(
+                    flat, rows[:, None], ones, None, 1, None, p.shape[0], flat.dtype, True)
                 values = sums.view(-1, *p.shape[1:])
             p.grad = coalesced(rows, values, p.shape)
 
@@ -1205,9 +1215,10 @@ class LazyAdam(torch.optim.SparseAdam):
         if p.device.type == "cpu":
             chunk = max(1, 2**18 * p.shape[0] // p.numel())
         for rows, g in zip(indices.split(chunk), grad._values().split(chunk)):
-            m = state["exp_avg"].index_select(0, rows).lerp_(g, 1 - beta1)
-            v = state["exp_avg_sq"].index_select(0, rows).mul_(beta2)
-            v.addcmul_(g, g, value=1 - beta2)
+            m = state["exp_avg"].index_select(0, rows)
+            m.lerp_(g, 1 - beta1)
+            v = state["exp_avg_sq"].index_select(0, rows)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
             state["exp_avg"].index_copy_(0, rows, m)
             state["exp_avg_sq"].index_copy_(0, rows, v)
             w = self.updated(p.index_select(0, rows), m, v, rows, state, group)
@@ -1223,7 +1234,8 @@ class LazyAdam(torch.optim.SparseAdam):
         """w, m, v: the rows and their moments, to be overwritten. -> the rows after the step."""
         beta1, beta2 = group["betas"]
         t = state["step"]
-        size = group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+        correction = math.sqrt(1 - beta2**t) / (1 - beta1**t)
+        size = group["lr"] * correction
         return w.addcdiv_(m, v.sqrt_().add_(group["eps"]), value=-size)
 
 
@@ -1296,7 +1308,8 @@ def average_sparse(grad):
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        mean_square = norm.square() / x.size(-1)
         scale = (mean_square + torch.finfo(x.dtype).eps).rsqrt()
         y = x * scale
         ctx.save_for_backward(y, scale)

@@ -876,7 +876,8 @@ def close(ours, reference, relative):
     assert len(ours) == len(reference)
     for a, b in zip(ours, reference):
         assert a.shape == b.shape
-        assert (a - b).norm() <= relative * b.norm() + 1e-30, (a - b).norm() / b.norm()
+        error = (a - b).norm()
+        assert error <= relative * b.norm() + 1e-30, error / b.norm()
 
 
 # ---------------------------------------------------------------- search
@@ -899,7 +900,8 @@ def full_grid(s_row, s_col, k):
 
 def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
     cpu = torch.device("cpu")
-    assert [kernels.staircase(k, 999, cpu).shape[1] for k in (1, 4, 32, 128)] == [1, 8, 119, 645]
+    for k, candidates in ((1, 1), (4, 8), (32, 119), (128, 645)):
+        assert kernels.staircase(k, 999, cpu).shape == (2, candidates)
     for n in (3, 12, 130):
         s_row, s_col = scores_of_every_kind(n)
         for k in range(1, min(n * n, 128) + 1):
@@ -950,9 +952,11 @@ def test_kernels_tucker_topk_equals_brute_force(backend, m_key, m):
     assert scores.shape == (3, 2, m, 2) and indices.shape == (3, 2, m)
     for p, r in itertools.product(range(3), range(2)):
         ours = scores[p, r].double()
-        grid = full[p, r][i[p, r]][:, j[p, r]].sum(-1).flatten()
+        cells = full[p, r]    # (n, n, H)
+        grid = cells[i[p, r]][:, j[p, r]].sum(-1).flatten()
         torch.testing.assert_close(ours.sum(-1), grid.topk(m).values, **tolerance)
-        torch.testing.assert_close(ours, full[p, r].flatten(0, 1)[indices[p, r]], **tolerance)
+        found = cells.flatten(0, 1)[indices[p, r]]
+        torch.testing.assert_close(ours, found, **tolerance)
         assert len(set(indices[p, r].tolist())) == m
 
 
@@ -977,11 +981,19 @@ def test_kernels_tucker_topk_gradients_and_exact_prefilter_of_a_rank_1_core():
 # What the three sums must survive, as (N, d, P, k, H, n_blocks). C = 32 positions make a window, so
 # "hot" and "runs" cross several.
 SUMS = {
-    "plain": (20, 6, 10, 3, 1, 1), "k=1": (9, 4, 7, 1, 1, 1), "k=N": (6, 4, 5, 6, 1, 1),
-    "odd d": (7, 3, 9, 4, 1, 1), "P=0": (5, 8, 0, 3, 2, 1), "hot": (1, 4, 60, 4, 1, 1),
-    "runs": (3, 8, 50, 5, 1, 1), "one window": (2, 4, 16, 2, 1, 1), "slices": (9, 6, 7, 4, 3, 1),
-    "blocks": (5, 3, 8, 4, 1, 3), "blocks, slices": (4, 6, 9, 4, 2, 2),
+    "plain": (20, 6, 10, 3, 1, 1),
+    "k=1": (9, 4, 7, 1, 1, 1),
+    "k=N": (6, 4, 5, 6, 1, 1),
+    "odd d": (7, 3, 9, 4, 1, 1),
+    "P=0": (5, 8, 0, 3, 2, 1),
+    "hot": (1, 4, 60, 4, 1, 1),
+    "runs": (3, 8, 50, 5, 1, 1),
+    "one window": (2, 4, 16, 2, 1, 1),
+    "slices": (9, 6, 7, 4, 3, 1),
+    "blocks": (5, 3, 8, 4, 1, 3),
+    "blocks, slices": (4, 6, 9, 4, 2, 2),
     "wide": (12, 300, 6, 3, 1, 1),
+    "one row in 38 windows": (4, 3, 300, 4, 1, 1),    # 32 are merged at a time
 }
 
 
@@ -997,6 +1009,9 @@ def sum_inputs(case, dtype=torch.float64, int_dtype=torch.int64):
         indices = torch.stack([torch.randperm(N, generator=g) for _ in range(P)])
     if case == "runs":    # that end exactly at a window's edge, and beyond
         indices = torch.tensor([0] * 64 + [1] * 33 + [2] * 153).view(P, k)
+    if case == "one row in 38 windows":
+        indices[10:] = 1
+        indices[-2:] = 2
     return table, indices.to(int_dtype), weights, blocks, n_blocks, x
 
 
@@ -1005,11 +1020,16 @@ def slow_gather_sum(table, indices, weights, blocks, n_blocks):
     pairs = table[indices] * weights.repeat_interleave(table.shape[1] // H, 2)    # (P, k, d)
     if blocks is None:
         return pairs.sum(1)
-    return torch.stack([(pairs * (blocks == e)[..., None]).sum(1) for e in range(n_blocks)], 1)
+    results = []
+    for e in range(n_blocks):
+        of_block = (blocks == e)[..., None]
+        results.append(pairs.where(of_block, 0).sum(1))
+    return torch.stack(results, 1)
 
 
 @pytest.mark.parametrize("case", SUMS)
-@pytest.mark.parametrize("dtype, relative", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("dtype, relative", [
+    (torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_kernels_sums_equal_float64(backend, case, dtype, relative):
     int_dtype = torch.int32 if dtype == torch.bfloat16 else torch.int64
     table, indices, weights, blocks, n_blocks, x = sum_inputs(case, dtype, int_dtype)
@@ -1033,24 +1053,9 @@ def test_kernels_sums_equal_float64(backend, case, dtype, relative):
         close(forward_and_gradients(fast_dot, table, x), expected_dot, relative)
 
 
-@pytest.mark.parametrize("case", ["plain", "odd d", "P=0", "slices", "blocks", "blocks, slices"])
-def test_kernels_sums_gradcheck(case):
-    table, indices, weights, blocks, n_blocks, x = sum_inputs(case)
-    order = kernels.sort_indices(indices)
-
-    def fast_sum(t, w):
-        return kernels.gather_sum(t, indices, w, blocks, n_blocks, order=order)
-
-    def fast_dot(t, x):
-        return kernels.gather_dot(t, indices, x, order=order)
-
-    table, weights, x = (t.requires_grad_() for t in (table, weights, x))
-    assert torch.autograd.gradcheck(fast_sum, (table, weights))
-    assert torch.autograd.gradcheck(fast_dot, (table, x))
-
-
 def columns_first(t):
-    return t.permute(*range(t.dim())[::-1]).contiguous().permute(*range(t.dim())[::-1])
+    backwards = tuple(reversed(range(t.dim())))
+    return t.permute(backwards).contiguous().permute(backwards)
 
 
 def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend):
@@ -1073,17 +1078,6 @@ def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend
     assert kernels.gather_sum(table, indices, weights.bfloat16()).dtype == torch.bfloat16
     kernels.gather_sum(table, indices, weights.requires_grad_()).sum().backward()
     assert table.grad is None and weights.grad is not None
-
-
-def test_kernels_a_row_hit_by_every_query_is_split_and_merged(backend):
-    indices = torch.ones(300, 4, dtype=torch.long)    # 38 windows; 32 are merged at a time
-    indices[:10] = 0
-    indices[-2:] = 2
-    grad = torch.randn(300, 3, generator=generator())
-    ones = torch.ones(300, 4, 1)
-    _, sums = kernels.row_sums(grad, indices, ones, None, 1, None, 4, torch.float32, False)
-    parts = [grad[:10].sum(0), grad[10:-2].sum(0), grad[-2:].sum(0), torch.zeros(3)]
-    torch.testing.assert_close(sums, 4 * torch.stack(parts), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -1269,15 +1263,25 @@ class LargestAllocation(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("tokens, V", [(1024, 1000), (512, 50_304)])
-def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V):
-    x = torch.randn(tokens, 2)
-    weight = torch.randn(V, 2)
-    targets = torch.zeros(tokens).long()
+@pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("tokens, V", [(600, 10_000), (512, 50_304)])    # chunks of 256 tokens
+def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V, dtype, relative):
+    x = torch.randn(tokens, 2).to(dtype)
+    weight = torch.randn(V, 2).to(dtype)
+    targets = torch.randint(V, (tokens,))
+
+    def two_ops(x, w):
+        return F.cross_entropy(F.linear(x, w), targets)
+
+    def one_op(x, w):
+        return kernels.linear_cross_entropy(x, w, targets)
+
+    exact = forward_and_gradients(two_ops, x.float(), weight.float())
+    close(forward_and_gradients(one_op, x, weight), exact, relative)
     body = kernels.linear_cross_entropy_op._init_fn    # the mode sees no further than an operator
-    with LargestAllocation([x, weight]) as seen:
-        body(x, weight, targets, 0.0, torch.float32, True, True)
-    assert seen.largest <= max(tokens * V // 2, 2**21)
+    with LargestAllocation([]) as seen:
+        body(x, weight, targets, 0.0, dtype, True, True)
+    assert seen.largest <= 256 * V
 
 
 # ---------------------------------------------------------------- row-sparse training
@@ -1596,8 +1600,9 @@ def test_newton_schulz_is_torchs(shape, monkeypatch):
     # Its singular vectors are G's: five steps of one odd polynomial on the singular values.
     U, S, V = torch.linalg.svd(G.double(), full_matrices=False)
     S = S / S.norm()
+    a, b, c = coefficients
     for _ in range(5):
-        S = coefficients[0] * S + coefficients[1] * S**3 + coefficients[2] * S**5
+        S = a * S + b * S**3 + c * S**5
     torch.testing.assert_close(X.double(), U @ S.diag() @ V, atol=1e-4, rtol=1e-4)
     for amx in (True, False):
         monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", None)

@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import multiprocessing
-import resource
 import sys
 import time
 from functools import partial
@@ -289,10 +288,17 @@ def peak_bytes(*arguments):
         before = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - before
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = most_resident()
     step()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit
+    return most_resident() - before
+
+
+def most_resident():
+    """The most bytes that this process has held so far; where Linux does not tell, not a number."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return math.nan
+    return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
 def peak_elsewhere(*arguments):
