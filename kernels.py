@@ -1,5 +1,4 @@
-"""The operations of sparse memories and the loss of the head: torch for every device, Triton beside
-it for CUDA.
+"""The operations of sparse memories and the head's loss: torch for every device, Triton for CUDA.
 
 A memory layer is a search and a sum: a search finds k of the N rows of a table for each of P
 queries, a sum reads these rows. Here is what each operation computes, in torch that is plain, slow
@@ -88,9 +87,7 @@ def acc_dtype(*tensors: Optional[Tensor]) -> torch.dtype:
 
 
 def operator(fake):
-    """Make a function an operator, opaque to torch.compile, which asks `fake` for the results'
-    shapes.
-    """
+    """Make a function an operator, opaque to torch.compile, which asks `fake` for the shapes."""
     def register(function):
         op = torch.library.custom_op(f"nanomem::{function.__name__}", function, mutates_args=())
         op.register_fake(fake)
@@ -123,8 +120,7 @@ def check_indices(name, t, shape, below):
 # ================================================================ search
 
 def product_key_topk(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest s_row[p,i] + s_col[p,j] of the n x n grid: a search in two stages (MIDUS eqs.
-    13-15).
+    """The k largest s_row[p,i] + s_col[p,j] of the n x n grid, in two stages (MIDUS eqs. 13-15).
 
     s_row, s_col (P, n) float, 1 <= k <= n*n -> scores (P, k) fp32 (fp64 for fp64), descending; rows
     i and columns j, (P, k) int64: row i*n + j of the table. Gradients flow through the scores into
@@ -261,8 +257,7 @@ def gather_rows(table: Tensor, rows: Tensor, sparse_grad: bool = False) -> Tenso
 
 def mix_values(v: Tensor, bank_rows: Tensor, inverse: Tensor, gate: Tensor, gate_v: bool = True,
                order: Optional[Tensor] = None) -> Tensor:
-    """MoVE eq. 4: out[t,h] = gate[t,h,0] * v[t,h] + sum_i gate[t,h,i+1] *
-    bank_rows[inverse[t],i,h].
+    """MoVE eq. 4: out[t,h] = gate[t,h,0] v[t,h] + sum_i gate[t,h,i+1] bank_rows[inverse[t],i,h].
 
     v (T, H, d_h) float; bank_rows (U, M, H, d_h) or (U, M, H*d_h): the distinct tokens' value rows
     (gather_rows); inverse (T,) int in [0, U); gate (T, H, M+1), or (T, H, M) with gate_v=False: v
@@ -291,8 +286,7 @@ def mix_indices(inverse, M):
 
 
 def mix_order(inverse: Tensor, M: int) -> Tensor:
-    """inverse (T,) -> (T*M,): the `order` of mix_values, for callers that sort once for all layers.
-    """
+    """inverse (T,) -> (T*M,): mix_values' `order`, for callers that sort once for all layers."""
     return sort_indices(mix_indices(inverse, M))
 
 
@@ -300,13 +294,12 @@ def mix_order(inverse: Tensor, M: int) -> Tensor:
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
                          softcap: float = 0.0) -> Tensor:
-    """Mean cross-entropy in nats of the logits z = x weight^T at the targets >= 0; 0 if there is
-    none.
+    """Mean cross-entropy in nats of the logits z = x weight^T at the targets >= 0; 0 without any.
 
     x (..., d), weight (V, d), targets (...) int64, negative where there is no loss. softcap c > 0:
     c tanh(z / c) in place of z. -> a scalar in fp32 (fp64 for fp64). Under autocast the products
-    run in its dtype. The gradients are made in the forward pass, chunk by chunk, while the logits
-    are in the cache: nothing of (tokens, V) is ever held.
+    run in its dtype. The gradients are made in the forward pass, chunk of tokens by chunk, while
+    its logits are at hand: never more than a chunk's logits exist.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -577,8 +570,7 @@ linear_cross_entropy_op.register_autograd(
 
 @functools.lru_cache(maxsize=64)
 def staircase(k, n, device):
-    """The pairs of ranks (i, j), from 0 to n-1, with (i+1)(j+1) <= k: about k ln k of them. -> (2,
-    C) int64.
+    """The pairs of ranks (i, j), from 0 to n-1, with (i+1)(j+1) <= k: some k ln k. -> (2, C) int64.
 
     The k best sums of two descending lists lie among them: order all pairs by descending score,
     ties by (i, j). The (i+1)(j+1) - 1 others (i' <= i, j' <= j) score no less than (i, j) and stand
