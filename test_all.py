@@ -1782,7 +1782,7 @@ def test_later_tokens_do_not_change_earlier_logits(name, switches):
 
 @every_case
 def test_loss_is_the_mean_over_targets(name, switches):
-    model, idx = make(name, torch.float64, **switches), some_tokens(2, 13)
+    model, idx = make(name, torch.float64, **switches).eval(), some_tokens(2, 13)
     x, y = idx[:, :-1], idx[:, 1:].clone()
     y[0, 3:9] = -1
     loss = model(x, y)[1].double()
@@ -1790,8 +1790,6 @@ def test_loss_is_the_mean_over_targets(name, switches):
     want = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
     torch.testing.assert_close(loss, want, atol=1e-6, rtol=1e-6)
     assert model(x, torch.full_like(y, -1))[1].item() == 0     # no target is no division by zero
-    if switches.get("memory") == "moe":
-        return                                                 # its auxiliary losses have gradients
     groups = model.param_groups("adamw", 1.0, 0.0)
     dense = [p for group in groups if group["kind"] == "adamw" for p in group["params"]]
     grads = torch.autograd.grad(loss, dense)
@@ -1938,6 +1936,8 @@ STARTS = [
     ("ultramem", dict(memory="memory+"), {
         ("values", "W_g.weight", "W_out.weight"): 128 ** -0.5, "keys": (3 * 2 * 64) ** -0.5,
         "W_q.weight": (2 / (128 + 256)) ** 0.5, "": None}),
+    ("ultramem", dict(memory="moe", n_keys=4, top_k=2), {      # of the three matrices together
+        "experts": ((2 / 320 + 1 / 1920) / 3) ** 0.5, "": None}),
     ("midus", dict(qkv_bias=True, tied=False, r=32), {
         "norm.weight": 1, ("bias", "values"): 0, ("embed.weight", "head.weight"): 0.02,
         "keys": (3 * 32) ** -0.5, "W_h": 32 ** -0.5, "down.weight": 512 ** -0.5,
@@ -2842,50 +2842,12 @@ def test_ultramem_moe_equals_its_equation_and_has_olmoes_losses(init):
     assert len(model.tables) == 0
 
 
-def test_ultramem_retrieval_is_exact_for_rank_one_cores():
-    """Where the core has rank 1, S_grid = lambda a b^T. a, b >= 0: the prefilter loses nothing with
-    m_key = m. Mixed signs: it finds the best of the cells with a > 0 and b > 0, never a cell where
-    both are negative."""
-    torch.manual_seed(0)
-    u = F.normalize(torch.tensor([[2.0, 1.0]]))                # (R, r)
-    v = F.normalize(torch.tensor([[1.0, 3.0]]))
-    core = 5 * u[:, :, None] * v[None, None]                   # (H, R, r, r), lambda = 5
-    for low in (0.0, -math.inf):
-        a, b = torch.randn(2, 50, 20).clamp(min=low)           # (P, n)
-        s_row = torch.einsum("rx,pn->prxn", u, a)
-        s_col = torch.einsum("rx,pn->prxn", v, b)
-        scores, _ = kernels.tucker_topk(s_row, s_col, u, v, core, 6, 6)
-        a, b = a[:, :, None], b[:, None]
-        full = 5 * a * b                                       # (P, n, n)
-        allowed = (a > 0) & (b > 0) | (low == 0)
-        best = full.where(allowed, -1).flatten(1).topk(6).values
-        torch.testing.assert_close(scores[:, 0, :, 0], best)
-        lost = full.flatten(1).amax(1) > best[:, 0] + 1e-3
-        assert lost.any() == (low < 0), "two negative sides make a good cell"
-
-
-def test_ultramem_prefilter_finds_half_of_the_best_slots_at_the_start():
-    """Cores are not of rank 1 then: recall against the whole grid."""
-    torch.manual_seed(0)
-    model = model_ultramem.Model(model_ultramem.Config.from_depth(4, vocab_size=61))
-    model.init_weights()
-    r = model.blocks[0].memory.retrieve
-    q = r.W_q(torch.randn(64, 256))
-    q = r.q_norm(q.view(64, 2, 2, 64))                         # (P, 2, r, D_k)
-    row, col = torch.einsum("psxd,sxnd->spxn", q, r.k_norm(r.keys)[0])
-    full = torch.einsum("pxi,xy,pyj->pij", row, r.core[:, 0].sum(0), col)
-    best = full.flatten(1).topk(32).indices
-    row, col = row[:, None], col[:, None]                      # R = 1
-    _, found = kernels.tucker_topk(row, col, r.u, r.v, r.core, 32, 32)
-    hits = found[:, 0, :, None] == best[:, None]
-    assert 0.3 < hits.any(1).float().mean() < 0.8
-
-
 def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
     model = make("ultramem", n_keys=6, top_k=4, heads=2)
     model.init_weights()
     r = model.blocks[1].memory.retrieve
-    assert (r.u.sum(1) >= 0).all()
+    assert torch.equal(r.perm.sort().values, torch.arange(36))
+    assert 0 <= r.core.min() < r.core.max() <= 1 and (r.u.sum(1) >= 0).all()
     stretch = torch.diag(torch.tensor([2.0, 1.0]))
     for step in range(40):       # the core turns around, and u with it
         sin, cos = math.sin(step / 10), math.cos(step / 10)
@@ -2901,29 +2863,6 @@ def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
         torch.testing.assert_close(pair, want)
         assert step == 0 or (r.u * last).sum(1).min() > 0.99
     assert (r.u[:, 0] < -0.7).all()                            # 3.9 rad: the other way round
-
-
-@pytest.mark.parametrize("memory, power, layer, projected", [
-    ("ultramemv2", 0.4, 1, 48),
-    ("ultramem", 0.33, 0, 4 * 128),
-])
-def test_ultramem_starts_as_the_published_layers_do(memory, power, layer, projected):
-    """The table of UltraMemV2.init_weights: standard deviations, and the weights of the norms."""
-    model = make("ultramem", randomize=False, n_embd=256, memory=memory)
-    module, table = model.blocks[layer].memory, model.tables[layer]
-    r = module.retrieve
-    torch.testing.assert_close(r.q_norm.weight, torch.full((64,), 64 ** -power))
-    torch.testing.assert_close(r.k_norm.weight, r.q_norm.weight)
-    stds = {r.W_q.weight: 1 / 8, r.keys: 1 / 8, table.values: 0.02}
-    stds[module.W_out.weight] = projected ** -0.5
-    if memory == "ultramemv2":
-        stds[module.W_pre.weight] = 1 / 16
-        stds[table.pre_values] = 0.02
-    for p, std in stds.items():
-        assert p.std().item() == pytest.approx(std, rel=0.06)
-        assert p.mean().abs() < 0.1 * std
-    assert 0 <= r.core.min() < r.core.max() < 1
-    assert torch.equal(r.perm.sort().values, torch.arange(len(r.perm)))
 
 
 @pytest.mark.parametrize("m, value_dim, pre_value_dim, n_layer", [
@@ -2946,20 +2885,6 @@ def test_ultramem_appendix_start_has_the_variance_of_the_ffn(m, value_dim, pre_v
     assert scores.mean().item() == pytest.approx(1, abs=0.05)
     assert y.std().item() == pytest.approx(eq25, rel=0.1)
     assert ffn.std().item() == pytest.approx(eq25 / 1.8, rel=0.1)
-
-
-def test_ultramem_moe_starts_smaller_than_the_ffn_or_as_large():
-    """Published gates are small: those of eight of 64 experts, not renormalised."""
-    x = torch.randn(1, 500, 256)
-    stds = []
-    for fields in (dict(memory="none"), dict(memory="moe"), dict(memory="moe", init="ffn")):
-        model = make("ultramem", randomize=False, n_embd=256, n_layer=2, n_head=4, **fields)
-        block = model.blocks[1]
-        y = block.memory(x, model.tables)[0] if block.memory else block.mlp(x)
-        stds.append(y.std().item())
-    ffn, published, equal = stds
-    assert 0.03 < published / ffn < 0.05
-    assert 0.95 < equal / ffn < 1.1
 
 
 def ultramem_on_meta(**fields):
@@ -3000,12 +2925,8 @@ def test_ultramem_parameter_counts(preset, paper):
     if not c.tied:
         total, active = total - embed, active - embed - c.n_embd
     assert (total / 1e9, active / 1e6) == pytest.approx(paper, rel=0.01)
-    layers = {"memory+": 1, "ultramem": 4}.get(c.memory, c.n_layer)
-    numbers = layers * c.n_keys ** 2 * (c.value_dim + c.pre_value_dim)
-    if c.memory == "moe":
-        numbers = layers * 64 * 3 * c.n_embd * c.n_inner // 8
-    exact = {"227m_1.2b": 995_328_000, "1b_7b": 5_138_546_688}
-    assert counts["memory"] == numbers == exact.get(preset, numbers)
+    exact = {"227m_1.2b": 995_328_000, "1b_7b": 5_138_546_688, "olmoe_227m_1.2b": 1_132_462_080}
+    assert counts["memory"] == exact.get(preset, counts["memory"])
     if preset == "227m_1.2b":
         read = counts["active"] - (counts["total"] - counts["memory"])
         assert read == 20 * 32 * (192 + 192)
@@ -3018,6 +2939,10 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
         model = ultramem_on_meta(n_layer=depth, n_embd=64 * depth, vocab_size=4096, n_head=depth,
                                  memory=memory)
         counts[memory] = model.param_counts()
+        saved = vars(model.config)
+        assert vars(model_ultramem.Config(**saved)) == saved, "as a checkpoint has them"
+        dense = model_ultramem.Config(**{**saved, **model_ultramem.DENSE})
+        assert dense.n_inner == saved["n_inner"], "the memory goes, and nothing else"
     want = counts["ultramemv2"]
     for memory, count in counts.items():
         assert count["active"] == pytest.approx(want["active"], rel=0.015), memory
@@ -3026,25 +2951,14 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
 
 
 def test_ultramem_layers_share_tables_as_in_table_7():
-    def tables(share, g):
-        """The tables, numbered from 1, that each of 24 layers picks from."""
+    def first_tables(share, g):
+        """The first of the g tables that each of 24 layers picks from."""
         model = ultramem_on_meta(n_layer=24, n_keys=4, top_k=4, share=f"{share}:{g}")
-        first = [block.memory.offset // 16 for block in model.blocks]
-        return [{1 + (i + j) % 24 for j in range(g)} for i in first]
+        return [block.memory.offset // 16 for block in model.blocks]
 
-    first = {1, 2, 3, 4}
-    last = {21, 22, 23, 24}
-    noring = tables("noring", 4)
-    assert noring[0] == noring[1] == first and noring[23] == last
-    assert noring[2] == {2, 3, 4, 5}
-    block = tables("block", 4)
-    assert block[0] == block[3] == first and block[23] == last
-    assert block[4] == {5, 6, 7, 8}
-    ring = tables("ring", 4)                                   # the paper's, a layer later
-    assert ring[0] == first
-    assert ring[23] == {24, 1, 2, 3}
-    for layer, picked in enumerate(tables("noring", 9), 1):
-        assert layer in picked
+    assert first_tables("ring", 4) == [*range(24)]             # the paper's, a layer later
+    assert first_tables("noring", 4) == [0, *range(20), 20, 20, 20]
+    assert first_tables("block", 4) == [i // 4 * 4 for i in range(24)]
     sides = {1: 964, 2: 1363, 4: 1928, 9: 2892, 16: 3856}      # the paper prints 2896 at g = 9
     for g, side in sides.items():
         config = model_ultramem.Config(n_layer=24, n_keys=964, share=f"ring:{g}")
@@ -3155,57 +3069,39 @@ def test_ultramem_trains_sparsely_with_decaying_value_rates(text_folder, tmp_pat
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("memory", model_ultramem.MEMORIES)
-def test_ultramem_inspect_counts_the_use_of_slots(memory):
+@pytest.mark.parametrize("memory, n_slots", [
+    ("ultramemv2", 144), ("ultramem", 4 * 144), ("memory+", 144), ("moe", 12)])
+def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     model = make("ultramem", memory=memory, memory_layers="0,2", n_keys=12, top_k=4)
     idx, out = some_tokens(1, 9), []
-    found = model.inspect(idx)
-    seen = {name: tensor[1] for name, (tensor, _) in found.items()}
-    layer = model.blocks[2].memory
-    for module in (layer.retrieve, layer):
-        module.register_forward_hook(lambda module, args, output: out.append(output))
+    seen = {name: tensor[1] for name, (tensor, _) in model.inspect(idx).items()}
+    retrieve = model.blocks[2].memory.retrieve
+    retrieve.register_forward_hook(lambda module, args, output: out.append(output[1]))
     model(idx)
-    (scores, slots, _), (y, _) = out
-    uses = torch.zeros({"ultramem": 4 * 144, "moe": 12}.get(memory, 144))
-    for slot in slots.flatten():
+    uses = torch.zeros(n_slots)
+    for slot in out[0].flatten():
         uses[slot] += 1
     p = uses[uses > 0] / uses.sum()
-    scores = scores.mean(2)                                    # (P, k), best first in each head
-    want = {
-        "dead": (uses == 0).float().mean(),
-        "kl": (p * (p * len(uses)).log()).sum(),
-        "top1_score": scores[:, ::4].mean(),
-        "score": scores.mean(),
-        "output_std": y.std(),
-    }
-    if memory.startswith("ultramem"):
-        values = torch.linalg.svdvals(layer.retrieve.core.sum(0))
-        want["lambda1"], want["lambda2"] = values.mean(0)
-    use = seen.pop("use")
-    torch.testing.assert_close(seen, want, rtol=1e-4, atol=1e-6)
-    times = torch.stack([uses == 0, uses == 1, (uses == 2) | (uses == 3)])
-    torch.testing.assert_close(use[:3], times.float().mean(1))
-    assert len(use) == 12
+    times = [uses == 0, uses == 1, (uses == 2) | (uses == 3)]
+    torch.testing.assert_close(seen["kl"], (p * (p * n_slots).log()).sum())
+    torch.testing.assert_close(seen["use"][:3], torch.stack(times).float().mean(1))
+    assert seen["dead"] == seen["use"][0] and len(seen["use"]) == 12
 
 
 @pytest.mark.parametrize("fields, message", [
     (dict(memory="mem"), "memory='mem': choose one of none, ultramemv2, ultramem"),
     (dict(n_head=5), "n_embd=64, n_head=5"),
     (dict(memory_layers="0,4"), "memory_layers='0,4': give different blocks from 0 to 3"),
-    (dict(memory_layers="1,1"), "memory_layers"),
     (dict(memory_layers="2:1"), "memory_layers"),
-    (dict(memory_layers="x"), "memory_layers='x'"),
+    (dict(memory_layers="x"), "'x'"),
     (dict(memory_layers="0:2/1:2"), "memory_layers"),
-    (dict(share="ring"), "share='ring'"),
-    (dict(share="ring:5"), "share"),
+    (dict(share="ring:5"), "share='ring:5'"),
     (dict(share="block:3"), "a divisor"),
     (dict(virtual=3), "virtual=3, projectors=1: give a square, and 1 or as many"),
     (dict(virtual=4, projectors=2), "1 or as many"),
     (dict(init="x"), "init='x': choose published or appendix"),
     (dict(memory="pkm", share="ring:2"), "memory='pkm', share='ring:2': must be ''"),
-    (dict(memory="pkm", virtual=4), "virtual=4"),
     (dict(memory="pkm", pre_value_dim=4), "pre_value_dim=4"),
-    (dict(memory="memory+", init="ffn"), "init='ffn': must be 'published'"),
     (dict(memory="ultramem", init="appendix"), "init='appendix'"),
     (dict(memory="moe", init="appendix"), "choose published or ffn"),
     (dict(memory="moe", sparse_memory=True), "sparse_memory=True"),
@@ -3221,14 +3117,6 @@ def test_ultramem_config_errors(fields, message):
     shape = dict(n_layer=4, n_head=4, n_embd=64, vocab_size=61)
     with pytest.raises(ValueError, match=message):
         model_ultramem.Config(**{**shape, **fields})
-
-
-@pytest.mark.parametrize("memory", ["none", *model_ultramem.MEMORIES])
-def test_ultramem_config_is_what_its_fields_rebuild(memory):
-    saved = vars(model_ultramem.Config.from_depth(4, memory=memory))
-    assert vars(model_ultramem.Config(**saved)) == saved, "as a checkpoint has them"
-    dense = model_ultramem.Config(**{**saved, **model_ultramem.DENSE})
-    assert dense.n_inner == saved["n_inner"], "the memory goes, and nothing else"
 
 
 # ================================================================ model_midus.py: MIDUS-HML
