@@ -386,7 +386,7 @@ def upscale(base, method="midus", **fields):
     grown = {"upscale": method, "inserted": -1, **fields}
     config = Config(**{**vars(base.config), **grown})
     model = Model(config).to(base.embed.weight)                # its device and dtype
-    model.init_weights("inserted.")
+    model.init_weights()
     model.load_state_dict({**model.state_dict(), **base.state_dict()})
     if method == "midus":
         for block, i in zip(model.inserted, places(config)):
@@ -428,8 +428,8 @@ class Model(nn.Module):
                 p.requires_grad_(name.startswith("inserted."))
 
     @torch.no_grad()
-    def init_weights(self, only=""):
-        """Initial values of the tensors whose names begin with `only`.
+    def init_weights(self):
+        """Initial values, but for a batch norm's, which has them.
 
             values                    0, so that a memory block adds nothing       Appendix D.2
             sub-keys                  uniform within 1/sqrt(d_p)                   ours from here
@@ -438,8 +438,6 @@ class Model(nn.Module):
             other matrices            N(0, 1/fan-in)
         """
         for name, p in self.named_parameters():
-            if not name.startswith(only):
-                continue
             generator = own_generator(name, p)
             if name.endswith("norm.weight"):
                 p.fill_(1)
@@ -454,9 +452,6 @@ class Model(nn.Module):
                 p.normal_(0, 0.02, generator=generator)
             else:
                 p.normal_(0, p.size(1) ** -0.5, generator=generator)       # W_h (H, r, d_h) too
-        for module in self.modules():
-            if isinstance(module, nn.BatchNorm1d):
-                module.reset_running_stats()
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean
@@ -692,9 +687,8 @@ class TuckerKeys(nn.Module):
         left, right = u[:, :, 0], vh[:, 0]                                 # (H, 2) each
         up = left.sum(1, keepdim=True).sign()              # the pair's negative is as good: take
         left, right = up * left, up * right                # the one that points up
-        first = min(self.top_k, s.size(-1))                                # rows, and columns, kept
         sigma, slots = tucker_topk(
-            s_row, s_col, left, right, self.core[None], first, self.top_k)
+            s_row, s_col, left, right, self.core[None], self.top_k, self.top_k)
         return slots, sigma[..., 0].softmax(-1).to(q.dtype)
 
 

@@ -93,7 +93,10 @@ class Config:
         else:
             self.fill(**memory.defaults(self))
             self.fill(heads=1, rank_queries=1, virtual=1, projectors=1)
-            layers = self.count_layers()
+            layers, adds = len(self.added_after), set(self.added_after.values())
+            inside = all(0 <= a <= b < L for a, b in self.added_after.items())
+            self.check(inside and len(adds) == layers, "memory_layers", "give different blocks "
+                       f"from 0 to {L - 1} as 4,8,12, or reads:adds pairs as 2:5/6:9, or all")
             width = self.value_dim + self.pre_value_dim
             unused = 56 * 1.5 * d * d * L                      # 56 experts of 3 * d * d/2
             tables = 1 if self.memory == "memory+" else layers
@@ -121,17 +124,6 @@ class Config:
             if getattr(self, name) in (-1, ""):
                 setattr(self, name, value)
 
-    def count_layers(self):
-        """The number of memory layers, once it is sure that they are blocks of this model and that
-        none is there twice."""
-        pairs, L = self.added_after, self.n_layer
-        written = L if self.memory_layers == "all" else len(re.split("[,/]", self.memory_layers))
-        inside = all(reads <= adds < L for reads, adds in pairs.items())
-        self.check(inside and len(set(pairs.values())) == written, "memory_layers",
-                   f"give different blocks from 0 to {L - 1} as 4,8,12, or reads:adds pairs as "
-                   "2:5/6:9, or all")
-        return written
-
     @classmethod
     def from_depth(cls, depth, **overrides):
         """The depth dial: width 64*depth, heads of 64 channels; the memory follows from them."""
@@ -149,8 +141,8 @@ class Config:
             return {}
         if self.memory_layers == "all":
             return {layer: layer for layer in range(self.n_layer)}
-        pairs = re.findall(r"(\d+):?(\d*)", self.memory_layers)
-        return {int(reads): int(adds or reads) for reads, adds in pairs}
+        pairs = [pair.split(":") for pair in re.split("[,/]", self.memory_layers)]
+        return {int(pair[0]): int(pair[-1]) for pair in pairs}
 
     @property
     def reach(self):
@@ -409,9 +401,9 @@ class UltraMemV2(nn.Module):
         y = gather_sum(table.values, rows, scores, blocks, c.projectors, c.sparse_memory, order)
         return self.W_out(y.flatten(1)).view(x.shape), aux     # eq. 12, or eq. 9
 
-    @torch.no_grad()
-    def init_weights(self, name):
-        """The memory's initial values; returns the standard deviation of its tables'.
+    @staticmethod
+    def stds(c):
+        """Standard deviations at the start, for matrices that do not start as the backbone's.
 
         The published ones are those of olmo/ultramem_layer_v2.py in the code that the paper links,
         github.com/ZihaoHuang-notabot/Ultra-Sparse-Memory-Network, commit e95379a:
@@ -426,26 +418,24 @@ class UltraMemV2(nn.Module):
         So it is not the equation of Appendix 6, with which memories start larger than the FFN.
         (Commit 6da52aa has that equation, and W_out as small as the FFN's last matrix.)
         """
+        if c.init == "appendix":
+            return dict(values=1, pre_values=1)                # times what appendix_start() finds
+        return dict(W_q=c.key_dim ** -0.5, keys=c.key_dim ** -0.5, W_pre=c.n_embd ** -0.5,
+                    W_out=(c.projectors * c.value_dim) ** -0.5, values=0.02, pre_values=0.02)
+
+    @torch.no_grad()
+    def start(self, name, tables):
+        """The rest of the initial values, once the matrices have theirs."""
         c, r = self.config, self.retrieve
-        generator = own_generator(name, self.W_out.weight)
+        generator = own_generator(name, r.perm)
         r.perm.copy_(torch.randperm(len(r.perm), generator=generator, device=r.perm.device))
         r.u.fill_(1)                                           # the first u has a positive sum
         r.v.zero_()
         r.update_vectors()
-        if c.init != "published":
-            return appendix_start(self, generator)
+        if c.init == "appendix":
+            return appendix_start(self, tables[self.table], generator)
         r.q_norm.weight.fill_(c.key_dim ** -self.norm_power)
         r.k_norm.weight.fill_(c.key_dim ** -self.norm_power)
-        stds = {
-            "retrieve.W_q.weight": c.key_dim ** -0.5,
-            "retrieve.keys": c.key_dim ** -0.5,
-            "W_pre.weight": c.n_embd ** -0.5,
-            "W_out.weight": self.W_out.in_features ** -0.5,
-        }
-        for tail, p in self.named_parameters():
-            if tail in stds:
-                p.normal_(0, stds[tail], generator=own_generator(f"{name}.{tail}", p))
-        return 0.02
 
     @staticmethod
     def defaults(c):
@@ -460,10 +450,9 @@ class UltraMemV2(nn.Module):
         layers = len(c.added_after)
         if c.share:
             kind, _, g = c.share.partition(":")
-            known = kind in ("ring", "noring", "block") and g.isdigit() and 1 <= int(g) <= layers
-            c.check(known and (kind != "block" or layers % int(g) == 0), "share",
-                    f"give ring:g, noring:g or block:g for g of the {layers} memory layers "
-                    "(block: a divisor)")
+            known = kind in ("ring", "noring") or kind == "block" and layers % int(g) == 0
+            c.check(known and 1 <= int(g) <= layers, "share", "give ring:g, noring:g or block:g "
+                    f"for g of the {layers} memory layers (block: a divisor)")
         square = math.isqrt(max(0, c.virtual)) ** 2 == c.virtual
         c.check(square and c.projectors in (1, c.virtual), "virtual projectors",
                 "give a square, and 1 or as many")
@@ -536,25 +525,26 @@ class Model(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Truncated normal of std sqrt(2/(5d)) (section 3.5), for what enters the residual from
-        attention and FFN times sqrt(1/(2L)); the memories as their init_weights says."""
+        attention and FFN times sqrt(1/(2L)); the memories as their stds() and start() say."""
         c = self.config
+        memory = memory_class(c.memory)
+        stds = {} if memory is None else memory.stds(c)
         for name, p in self.named_parameters():
+            generator = own_generator(name, p)
             std = (2 / (5 * c.n_embd)) ** 0.5
             if name.endswith(("W_O.weight", "mlp.down.weight")):
                 std *= (2 * c.n_layer) ** -0.5
+            key = name.removesuffix(".weight").split(".")[-1]
             if p.ndim == 1:
                 p.fill_(1)
-            elif name.endswith("core"):
-                p.uniform_(0, 1, generator=own_generator(name, p))
-            elif not is_sparse(name):
-                generator = own_generator(name, p)
+            elif key == "core":
+                p.uniform_(0, 1, generator=generator)
+            elif key in stds:
+                p.normal_(0, stds[key], generator=generator)
+            else:
                 nn.init.trunc_normal_(p, 0, std, -3 * std, 3 * std, generator=generator)
-        stds = []
         for layer in self.added_after:
-            stds.append(self.blocks[layer].memory.init_weights(f"blocks.{layer}.memory"))
-        for i, table in enumerate(self.tables):                # a shared one: as its first layer
-            for tail, p in table.named_parameters():
-                p.normal_(0, stds[i], generator=own_generator(f"tables.{i}.{tail}", p))
+            self.blocks[layer].memory.start(f"blocks.{layer}.memory", self.tables)
 
     def begin_step(self, step, max_iters):
         """Before an optimizer step: the singular vectors of the cores as they are now."""
@@ -623,44 +613,45 @@ class Model(nn.Module):
         return dict(total=total, memory=memory, active=total - memory + touched - unread)
 
     def flops_per_token(self):
-        """Forward and backward: 6 for an active weight (a value is one, too), 12*T*d a layer for
-        attention at full context, and the Tucker scores of the picked slots."""
+        """Forward and backward: 6 for an active weight (a value is one, too) and 12*T*d a layer for
+        attention at full context."""
         c = self.config
         vectors = sum(p.numel() for p in self.parameters() if p.ndim == 1)
-        flops = 6 * (self.param_counts()["active"] - vectors)
-        flops += 12 * c.n_layer * c.block_size * c.n_embd
-        if c.memory in ("ultramem", "ultramemv2"):
-            picked = c.heads * c.top_k * len(self.added_after)
-            flops += 6 * picked * CORES * (RANK ** 2 + RANK)
-        return flops
+        attention = 12 * c.n_layer * c.block_size * c.n_embd
+        return 6 * (self.param_counts()["active"] - vectors) + attention
 
     @torch.no_grad()
     def inspect(self, idx):
-        """How the memories are used on the tokens of idx (B, T): see layer_use(), of each layer."""
-        found = {}
+        """What the tokens of idx (B, T) pick, layer by layer: "dead", the share of slots that none
+        picks; "kl" of their use to a uniform one; "use", the share of those that are picked 0, 1,
+        2-3, 4-7, ... times."""
+        found = {"dead": [], "kl": [], "use": []}
 
-        def look(memory, inputs, output):
-            for name, value in layer_use(memory, inputs[0].flatten(0, 1), output[0]).items():
-                found.setdefault(name, []).append(value)
+        def look(retrieve, inputs, output):
+            c = retrieve.config
+            n_slots = c.n_keys if c.memory == "moe" else c.reach * c.virtual
+            uses = torch.bincount(output[1].flatten(), minlength=n_slots)
+            share = uses / uses.sum()
+            doubling = torch.where(uses > 0, uses.float().log2().floor().long() + 1, 0)
+            found["dead"].append((uses == 0).float().mean())
+            found["kl"].append(torch.special.xlogy(share, share * n_slots).sum())
+            found["use"].append(torch.bincount(doubling, minlength=12)[:12] / n_slots)
 
         memories = [self.blocks[layer].memory for layer in self.added_after]
-        hooks = [memory.register_forward_hook(look) for memory in memories]
-        try:
-            self(idx)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return {name: (torch.stack(values), ("layer", "uses")[:1 + values[0].ndim])
-                for name, values in found.items()}
+        hooks = [memory.retrieve.register_forward_hook(look) for memory in memories]
+        self(idx)
+        for hook in hooks:
+            hook.remove()
+        axes = {"dead": ("layer",), "kl": ("layer",), "use": ("layer", "uses")}
+        return {name: (torch.stack(values), axes[name]) for name, values in found.items() if hooks}
 
 
 # ================================================================ below the fold: ablations, rivals
 
-def appendix_start(memory, generator):
-    """Appendix 6: norm weights with which a score is 1 on average; returns the values' standard
-    deviation with which the memory's output has the variance that eq. 25 gives to the FFN's. (Its
-    derivation cuts the activation's input off at 0: a SwiGLU as it is comes out 1.8 times smaller.)
-    """
+def appendix_start(memory, table, generator):
+    """Appendix 6: norm weights with which a score is 1 on average, and tables with which the
+    memory's output has the variance that eq. 25 gives to the FFN's. (Its derivation cuts the
+    activation's input off at 0: a SwiGLU as it is comes out 1.8 times smaller.)"""
     c, r = memory.config, memory.retrieve
     x = torch.randn(512, c.n_embd, generator=generator, device=r.perm.device)
     scores = r(x)[0]
@@ -669,9 +660,11 @@ def appendix_start(memory, generator):
     r.k_norm.weight.fill_(mean ** -0.25)
     spread = 1 + (scores.std() / mean).square()                # 1 + sigma_s^2
     ratio = 0.2 * c.n_inner / (c.heads * c.top_k * spread * c.value_dim * c.n_layer)
+    std = (0.4 * ratio) ** 0.5                                 # eq. 22 without pre-values
     if c.pre_value_dim:
-        return (ratio / c.pre_value_dim) ** 0.25               # eq. 26
-    return (0.4 * ratio) ** 0.5                                # eq. 22 without pre-values
+        std = (ratio / c.pre_value_dim) ** 0.25                # eq. 26
+    for p in table.parameters():                               # shared: as its last layer says
+        p.mul_(std / p.std())
 
 
 def balance_loss(retrieval, s_row, s_col):
@@ -700,32 +693,6 @@ def first_table(config, i):
     return min(max(i - (g + 1) // 2 + 1, 0), layers - g)       # noring
 
 
-def layer_use(memory, x, output):
-    """Of a memory that read the tokens x (P, d): the share of dead slots, KL of their use to
-    uniform, mean score of a head's best slot and of all picked ones, std of the output, singular
-    values of the core; and "use", the share of slots picked 0, 1, 2-3, 4-7, ... times."""
-    c = memory.config
-    scores, slots, _ = memory.retrieve(x)                      # (P, k, H), (P, k)
-    n_slots = c.n_keys if c.memory == "moe" else c.reach * c.virtual
-    uses = torch.bincount(slots.flatten(), minlength=n_slots)
-    share = uses / uses.sum()
-    doubling = torch.where(uses > 0, uses.float().log2().floor().long() + 1, 0)
-    scores = scores.float().mean(2)                            # (P, k), over the cores
-    best = scores.view(len(slots), c.heads, -1)[..., 0]        # each head's first
-    found = dict(
-        dead=(uses == 0).float().mean(),
-        kl=torch.special.xlogy(share, share * n_slots).sum(),
-        use=torch.bincount(doubling.clamp(max=11), minlength=12) / n_slots,
-        top1_score=best.mean(),
-        score=scores.mean(),
-        output_std=output.float().std(),
-    )
-    if isinstance(memory.retrieve, Retrieval):
-        lambdas = torch.linalg.svdvals(memory.retrieve.core.float().sum(0))    # (R, 2)
-        found["lambda1"], found["lambda2"] = lambdas.mean(0)
-    return found
-
-
 # ---------------------------------------------------------------- the predecessors
 
 class UltraMem(UltraMemV2):
@@ -740,8 +707,8 @@ class UltraMem(UltraMemV2):
     def defaults(c):
         d, L = c.n_embd, c.n_layer
         skip = max(1, 3 * L // 20)                             # 20 layers: 2:5/6:9/10:13/14:17
-        reads = sorted({L * i // 10 for i in (1, 3, 5, 7)})
-        layers = "/".join(f"{a}:{a + skip}" for a in reads if a + skip < L)
+        reads = range(L // 10, L - skip, max(1, L // 5))
+        layers = "/".join(f"{a}:{a + skip}" for a in reads[:4])
         E = 4 if c.virtual == -1 else c.virtual
         return dict(memory_layers=layers or "0", heads=2, key_dim=d // 4, value_dim=d // 2,
                     pre_value_dim=0, rank_queries=0, virtual=E, projectors=E)
@@ -793,14 +760,14 @@ class PKM(nn.Module):
     def read(self, x, weights, slots, table):
         return gather_sum(table.values, slots, weights, sparse_grad=self.config.sparse_memory)
 
-    @torch.no_grad()
-    def init_weights(self, name):
-        """Memory+'s constants, for all three; returns the standard deviation of the values."""
-        keys, W_q = self.retrieve.keys, self.retrieve.W_q.weight
-        limit = (2 * self.config.key_dim) ** -0.5
-        keys.uniform_(-limit, limit, generator=own_generator(name + ".keys", keys))
-        nn.init.xavier_uniform_(W_q, generator=own_generator(name + ".W_q", W_q))
-        return self.config.value_dim ** -0.5
+    @staticmethod
+    def stds(c):
+        """Memory+'s constants, for all three; numbers are normal here, uniform there."""
+        W_q = (2 / (c.n_embd + 2 * c.heads * c.key_dim)) ** 0.5        # Xavier
+        return dict(keys=(6 * c.key_dim) ** -0.5, W_q=W_q, values=c.value_dim ** -0.5)
+
+    def start(self, name, tables):
+        pass
 
     @staticmethod
     def defaults(c):
@@ -833,13 +800,10 @@ class MemoryPlus(PKM):
         y = super().read(x, weights, slots, table)
         return self.W_out(y * F.silu(self.W_g(x)))
 
-    @torch.no_grad()
-    def init_weights(self, name):
-        std = super().init_weights(name)
-        for tail in ("W_g", "W_out"):
-            p = getattr(self, tail).weight
-            p.normal_(0, std, generator=own_generator(f"{name}.{tail}", p))
-        return std
+    @staticmethod
+    def stds(c):
+        std = c.value_dim ** -0.5
+        return dict(PKM.stds(c), W_g=std, W_out=std)
 
     @staticmethod
     def n_weights(c):
@@ -885,6 +849,8 @@ class MoEGate(nn.Module):
         weights, experts = probability.topk(c.top_k)
         if c.init == "ffn":
             weights = weights / weights.mean(-1, keepdim=True)
+        if not self.training:
+            return weights[..., None], experts, 0
         visits = torch.bincount(experts.flatten(), minlength=c.n_keys)
         balance = c.n_keys * (visits / experts.numel() * probability.mean(0)).sum()
         z = logits.logsumexp(-1).square().mean()
@@ -916,14 +882,13 @@ class MoE(nn.Module):
             y.index_add_(0, token, h.to(y.dtype))
         return y.view(x.shape), aux
 
+    @staticmethod
+    def stds(c):
+        return {}                                              # the FFN's start
+
     @torch.no_grad()
-    def init_weights(self, name):
-        """The FFN's start."""
-        c = self.config
-        std = (2 / (5 * c.n_embd)) ** 0.5
-        generator = own_generator(name, self.experts)
-        nn.init.trunc_normal_(self.experts, 0, std, -3 * std, 3 * std, generator=generator)
-        self.experts[:, 2].mul_((2 * c.n_layer) ** -0.5)       # what enters the residual
+    def start(self, name, tables):
+        self.experts[:, 2].mul_((2 * self.config.n_layer) ** -0.5)     # what enters the residual
 
     @staticmethod
     def defaults(c):

@@ -1787,7 +1787,7 @@ def test_later_tokens_do_not_change_earlier_logits(name, switches):
 
 @every_case
 def test_loss_is_the_mean_over_targets(name, switches):
-    model, idx = make(name, torch.float64, **switches), some_tokens(2, 13)
+    model, idx = make(name, torch.float64, **switches).eval(), some_tokens(2, 13)
     x, y = idx[:, :-1], idx[:, 1:].clone()
     y[0, 3:9] = -1
     loss = model(x, y)[1].double()
@@ -1795,8 +1795,6 @@ def test_loss_is_the_mean_over_targets(name, switches):
     want = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
     torch.testing.assert_close(loss, want, atol=1e-6, rtol=1e-6)
     assert model(x, torch.full_like(y, -1))[1].item() == 0     # no target is no division by zero
-    if switches.get("memory") == "moe":
-        return                                                 # its auxiliary losses have gradients
     groups = model.param_groups("adamw", 1.0, 0.0)
     dense = [p for group in groups if group["kind"] == "adamw" for p in group["params"]]
     grads = torch.autograd.grad(loss, dense)
@@ -1870,7 +1868,9 @@ def plain_linear_cross_entropy(x, weight, targets, softcap=0.0):
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
 
 
-@every_case
+@pytest.mark.parametrize("name, switches", [
+    *CASES, case("midus", dict(phase="cpt")),                  # what is frozen costs less
+    case("midus", dict(phase="cpt", placement="top-heavy"))])
 def test_flops_per_token_against_torch(name, switches, monkeypatch):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -1943,6 +1943,8 @@ STARTS = [
     ("ultramem", dict(memory="memory+"), {
         ("values", "W_g.weight", "W_out.weight"): 128 ** -0.5, "keys": (3 * 2 * 64) ** -0.5,
         "W_q.weight": (2 / (128 + 256)) ** 0.5, "": None}),
+    ("ultramem", dict(memory="moe", n_keys=4, top_k=2), {      # of the three matrices together
+        "experts": ((2 / 320 + 1 / 1920) / 3) ** 0.5, "": None}),
     ("midus", dict(qkv_bias=True, tied=False, r=32), {
         "norm.weight": 1, ("bias", "values"): 0, ("embed.weight", "head.weight"): 0.02,
         "keys": (3 * 32) ** -0.5, "W_h": 32 ** -0.5, "down.weight": 512 ** -0.5,
@@ -2148,19 +2150,7 @@ def test_move_gates_start_at_one():
     assert axes == ("layer", "token", "head", "slot")
     assert torch.equal(gates, torch.ones(3, 9, 2, 3))
     gates, _ = make().inspect(idx)["gates"]
-    assert gates.min() >= 0
-    assert 1.5 < gates.max() <= 2
-    assert make(memory="none").inspect(idx) == {}
-
-
-def test_move_with_an_empty_bank_is_the_standard_model():
-    idx = some_tokens()
-    model = make(gate_v=0)
-    plain = make(memory="none")
-    model.load_state_dict(plain.state_dict(), strict=False)
-    assert (model(idx)[0] - plain(idx)[0]).abs().max() > 1e-2
-    model.bank.table.data.zero_()
-    torch.testing.assert_close(model(idx)[0], plain(idx)[0])
+    assert 0 <= gates.min() and 1.5 < gates.max() <= 2
 
 
 def test_move_reads_the_bank_once_a_forward(monkeypatch):
@@ -2176,8 +2166,6 @@ def test_move_reads_the_bank_once_a_forward(monkeypatch):
     model(idx, idx)[1].backward()
     used, = reads
     assert torch.equal(used, idx.unique())
-    touched = model.bank.table.grad.abs().sum((1, 2)).nonzero()
-    assert torch.equal(touched[:, 0], used)
 
 
 @pytest.mark.parametrize("memory", ["move", "lave"])
@@ -2189,20 +2177,12 @@ def test_move_sparse_and_dense_training_agree_on_step_one(memory):
         dense(idx, idx)[1].backward()
         sparse(idx, idx)[1].backward()
     for p, q in zip(dense.tables(), sparse.tables()):
-        assert q.grad.is_sparse
         assert q.grad.sparse_dim() == 1
         torch.testing.assert_close(q.grad.to_dense(), p.grad, atol=1e-6, rtol=1e-5)
     for optimizer, model in ((torch.optim.Adam, dense), (kernels.LazyAdam, sparse)):
         optimizer(model.tables(), lr=0.1, eps=1e-20).step()
     for p, q in zip(dense.tables(), sparse.tables()):
         torch.testing.assert_close(q, p, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("L, scale, layers", [
-    (12, 1, [11, 9, 7, 5, 3, 1]), (5, 1, [4, 2, 0]), (4, 2, [3, 2, 1, 0])])
-def test_lave_has_tables_in_every_second_layer_or_in_all(L, scale, layers):
-    config = model_move.Config.from_depth(L, memory="lave", memory_scale=scale)
-    assert list(model_move.lave_layers(config)) == layers
 
 
 def test_lave_is_equation_6_with_tables_of_the_layers_own():
@@ -2247,6 +2227,8 @@ def test_move_fills_in_what_is_automatic():
     from_depth = model_move.Config.from_depth
     assert [from_depth(12, memory_scale=x).slots for x in (1, 2, 4, 8)] == [6, 12, 24, 48]
     assert from_depth(5).slots == 3
+    lave = {12: [11, 9, 7, 5, 3, 1], 5: [4, 2, 0]}             # tables in every second layer
+    assert {L: list(model_move.lave_layers(from_depth(L, memory="lave"))) for L in lave} == lave
     heads = {1: 1, 4: 2, 6: 3, 11: 8, 12: 6, 20: 10, 32: 16}   # 11: 4 and 8 are as near, more win
     assert {depth: from_depth(depth).n_head for depth in heads} == heads
     assert [from_depth(12, memory=m).gate_v for m in ("move", "lave", "none")] == [1, 0, 0]
@@ -2256,12 +2238,9 @@ def test_move_fills_in_what_is_automatic():
     (dict(n_embd=30), r"n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head"),
     (dict(n_kv_head=3), "n_head=4, n_kv_head=3"),
     (dict(n_layer=0), "n_layer=0: must be at least 1"),
-    (dict(vocab_size=-5), "vocab_size=-5"),
     (dict(memory="mova"), "memory='mova': choose move, lave or none"),
     (dict(attention="mqa"), "attention='mqa': choose mha or mla"),
     (dict(gate_v=2), "gate_v=2"),
-    (dict(memory_lr=0.0), "memory_lr=0"),
-    (dict(memory_scale=0), "memory_scale=0"),
     (dict(memory="lave", memory_scale=4), "memory_scale=4: choose 1 or 2 for memory=lave"),
 ])
 def test_move_config_errors(fields, message):
@@ -2442,10 +2421,8 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
 
 
 def test_lime_routers_can_start_as_nothing_but_noise():
-    fields = dict(randomize=False, n_layer=8, n_head=8, n_embd=64)
-    R = make("lime", router_init="random", **fields).blocks[7].attn.router.R
-    usual = make("lime", **fields).blocks[7].attn.router.R
-    assert torch.equal(R[:, :-8], usual[:, :-8])
+    R = make("lime", router_init="random", randomize=False, n_head=8, n_layer=8)
+    R = R.blocks[7].attn.router.R
     assert R[:, -8:].std().item() == pytest.approx(1 / 8, rel=0.2)
 
 
@@ -2462,28 +2439,6 @@ def test_rope_before_or_after_mixing_is_the_same_for_scalar_weights(router):
         assert (after - before).abs().max() > 0.1
     else:
         torch.testing.assert_close(before, after)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("n_kv_head", [4, 2])
-def test_a_hugging_face_llama_gives_the_same_logits(n_kv_head, tied, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=n_kv_head, rms_norm_eps=1e-5, vocab_size=61, tie_word_embeddings=tied,
-        rope_parameters=dict(rope_type="default", rope_theta=500.0), max_position_embeddings=32))
-    for p in theirs.parameters():
-        p.data.normal_(1.0 if p.ndim == 1 else 0.0, 0.3)
-    theirs.save_pretrained(tmp_path)
-    loaded = sample.load_hugging_face(tmp_path, model_lime)
-    ours = model_lime.Model(model_lime.Config(**loaded["model_config"]))
-    ours.load_state_dict(loaded["model"])
-    idx = some_tokens(2, 20)
-    with torch.no_grad():
-        want = theirs.eval()(idx).logits
-        torch.testing.assert_close(ours(idx)[0], want, atol=1e-4, rtol=1e-4)
-    assert want.std() > 0.1
 
 
 def saved_bytes(model, idx):
@@ -2547,28 +2502,22 @@ def test_lime_caches_routed_keys_and_values_in_the_size_of_a_plain_cache(switche
         assert t.shape == (1, 10, model.config.n_kv_head, model.config.head_dim)
 
 
+@pytest.mark.parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
 @pytest.mark.parametrize("switches", [
     dict(router="dynamic", tied=False), dict(baseline="hyper"), dict(baseline="denseformer")])
-def test_lime_routers_learn_ten_times_as_fast_and_do_not_decay(switches):
-    model = make("lime", **switches)
+def test_lime_routers_learn_and_decay_as_they_are_told_to(switches, lr, decay):
+    model = make("lime", router_lr=lr, router_decay=decay, **switches)
     for name, group in groups_by_name(model, "adamw", 1e-3, 0.1):
         still = ("embed", "head", "norm", "static", ".router.")
-        decay = 0.0 if any(part in name for part in still) else 0.1
-        rate = 1e-2 if name.endswith("router.R") else 1e-3
-        assert group["lr"] == rate, name
-        assert group["weight_decay"] == decay, name
+        want = (1e-3, 0.0 if any(part in name for part in still) else 0.1)
+        if name.endswith("router.R"):
+            want = (1e-3 * lr, decay)
+        elif name.endswith("router.W"):
+            want = (1e-4 * lr, 0.0)
+        assert (group["lr"], group["weight_decay"]) == pytest.approx(want), name
     for name, module in model.named_modules():
         if ".router" in name:
             assert not isinstance(module, torch.nn.Linear), "--optimizer=muon takes those"
-
-
-def test_lime_routers_learn_and_decay_as_they_are_told_to():
-    model = make("lime", router="dynamic", router_lr=3.0, router_decay=0.05)
-    rates = {name: (group["lr"], group["weight_decay"])
-             for name, group in groups_by_name(model, "adamw", 1e-3, 0.1)}
-    assert rates["blocks.1.attn.router.R"] == pytest.approx((3e-3, 0.05))
-    assert rates["blocks.1.attn.router.W"] == pytest.approx((3e-4, 0.0))
-    assert rates["blocks.1.attn.W_Q.weight"] == (1e-3, 0.1)
 
 
 def test_lime_inspect_is_the_heat_map_of_figures_5_and_9():
@@ -2581,15 +2530,6 @@ def test_lime_inspect_is_the_heat_map_of_figures_5_and_9():
     assert grid[0].tolist() == [[1, 0, 0], [1, 0, 0]]
     mean = 6                                                   # of the heads' 8 and 4
     torch.testing.assert_close(grid[2], torch.tensor([[0, 4.0, 4], [0, 2, 2]]) / mean)
-
-
-@every_router
-def test_lime_inspect_shows_what_each_layer_reads(router):
-    grid, _ = make("lime", router=router).inspect(some_tokens(1, 5))["router"]
-    figure_5 = grid.mean(1)
-    torch.testing.assert_close(figure_5.sum(1), torch.ones(3))
-    assert (figure_5.triu(1) == 0).all()
-    assert make("lime", router="none").inspect(some_tokens(1, 5)) == {}
 
 
 def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
@@ -2632,19 +2572,6 @@ def test_a_hyper_connection_written_as_loops():
             torch.testing.assert_close(out[0, t, j], want, atol=1e-4, rtol=1e-4)
 
 
-def test_hyper_connections_copy_the_embedding_and_sum_the_streams():
-    idx = some_tokens()
-    model = make("lime", baseline="hyper", dtype=torch.float64)
-    h = model.embed(idx)[:, :, None].repeat(1, 1, 4, 1)
-    theta = model_lime.rotary_frequencies(model.config, "cpu")
-    rotary = model_lime.rotary_tables(theta, 0, 12)
-    norm = functools.partial(F.layer_norm, normalized_shape=[32], eps=1e-6)
-    for block in model.blocks:
-        h = block.attn_connection(h, lambda x: block.attn(norm(x), rotary, None, None))
-        h = block.mlp_connection(h, lambda x: block.mlp(norm(x)))
-    torch.testing.assert_close(model(idx)[0], model.logits(model.norm(h.sum(2))))
-
-
 def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
     idx = some_tokens()
     start = make("lime", baseline="denseformer", randomize=False)
@@ -2660,21 +2587,6 @@ def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
         Y = sum(block.alpha[j] * X[j] for j in range(number + 2))
         assert len(block.alpha) == number + 2
     torch.testing.assert_close(model(idx)[0], model.logits(model.norm(Y)))
-
-
-@pytest.mark.parametrize("switches", [
-    dict(), dict(router="per-dim"), dict(router="dynamic"), dict(router="average"),
-    dict(baseline="hyper")], ids=str)
-def test_lime_trains_in_bfloat16_autocast(switches):
-    idx = some_tokens(2, 13)
-    model = make("lime", randomize=False, **switches)
-    grads = []
-    for enabled in (True, False):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = model(idx, idx)[1]
-        parts = torch.autograd.grad(loss, list(model.parameters()))
-        grads.append(torch.cat([part.flatten() for part in parts]))
-    assert F.cosine_similarity(*grads, dim=0) > 0.99
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -2693,17 +2605,10 @@ def test_lime_config_errors(fields, message):
         model_lime.Config(**{"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 61, **fields})
 
 
-@pytest.mark.parametrize("fields, filled", [
-    (dict(), dict(router="static", n_inner=8192, n_kv_head=32)),
-    (dict(baseline="hyper"), dict(router="none")),
-    (dict(baseline="hyper", router="none"), dict(router="none")),
-    (dict(n_embd=384, n_head=6), dict(n_inner=1536, head_dim=64)),
-])
-def test_lime_config_fills_in_what_is_automatic(fields, filled):
-    config = model_lime.Config(**fields)
-    for name, value in filled.items():
-        assert getattr(config, name) == value
-    assert vars(model_lime.Config(**vars(config))) == vars(config), "as a checkpoint has it"
+def test_lime_config_fills_in_what_is_automatic():
+    config = model_lime.Config()
+    assert (config.router, config.n_inner, config.n_kv_head) == ("static", 8192, 32)
+    assert model_lime.Config(baseline="hyper").router == "none"
 
 
 # ================================================================ model_ultramem.py: UltraMemV2
@@ -2847,50 +2752,12 @@ def test_ultramem_moe_equals_its_equation_and_has_olmoes_losses(init):
     assert len(model.tables) == 0
 
 
-def test_ultramem_retrieval_is_exact_for_rank_one_cores():
-    """Where the core has rank 1, S_grid = lambda a b^T. a, b >= 0: the prefilter loses nothing with
-    m_key = m. Mixed signs: it finds the best of the cells with a > 0 and b > 0, never a cell where
-    both are negative."""
-    torch.manual_seed(0)
-    u = F.normalize(torch.tensor([[2.0, 1.0]]))                # (R, r)
-    v = F.normalize(torch.tensor([[1.0, 3.0]]))
-    core = 5 * u[:, :, None] * v[None, None]                   # (H, R, r, r), lambda = 5
-    for low in (0.0, -math.inf):
-        a, b = torch.randn(2, 50, 20).clamp(min=low)           # (P, n)
-        s_row = torch.einsum("rx,pn->prxn", u, a)
-        s_col = torch.einsum("rx,pn->prxn", v, b)
-        scores, _ = kernels.tucker_topk(s_row, s_col, u, v, core, 6, 6)
-        a, b = a[:, :, None], b[:, None]
-        full = 5 * a * b                                       # (P, n, n)
-        allowed = (a > 0) & (b > 0) | (low == 0)
-        best = full.where(allowed, -1).flatten(1).topk(6).values
-        torch.testing.assert_close(scores[:, 0, :, 0], best)
-        lost = full.flatten(1).amax(1) > best[:, 0] + 1e-3
-        assert lost.any() == (low < 0), "two negative sides make a good cell"
-
-
-def test_ultramem_prefilter_finds_half_of_the_best_slots_at_the_start():
-    """Cores are not of rank 1 then: recall against the whole grid."""
-    torch.manual_seed(0)
-    model = model_ultramem.Model(model_ultramem.Config.from_depth(4, vocab_size=61))
-    model.init_weights()
-    r = model.blocks[0].memory.retrieve
-    q = r.W_q(torch.randn(64, 256))
-    q = r.q_norm(q.view(64, 2, 2, 64))                         # (P, 2, r, D_k)
-    row, col = torch.einsum("psxd,sxnd->spxn", q, r.k_norm(r.keys)[0])
-    full = torch.einsum("pxi,xy,pyj->pij", row, r.core[:, 0].sum(0), col)
-    best = full.flatten(1).topk(32).indices
-    row, col = row[:, None], col[:, None]                      # R = 1
-    _, found = kernels.tucker_topk(row, col, r.u, r.v, r.core, 32, 32)
-    hits = found[:, 0, :, None] == best[:, None]
-    assert 0.3 < hits.any(1).float().mean() < 0.8
-
-
 def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
     model = make("ultramem", n_keys=6, top_k=4, heads=2)
     model.init_weights()
     r = model.blocks[1].memory.retrieve
-    assert (r.u.sum(1) >= 0).all()
+    assert torch.equal(r.perm.sort().values, torch.arange(36))
+    assert 0 <= r.core.min() < r.core.max() <= 1 and (r.u.sum(1) >= 0).all()
     stretch = torch.diag(torch.tensor([2.0, 1.0]))
     for step in range(40):       # the core turns around, and u with it
         sin, cos = math.sin(step / 10), math.cos(step / 10)
@@ -2906,29 +2773,6 @@ def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
         torch.testing.assert_close(pair, want)
         assert step == 0 or (r.u * last).sum(1).min() > 0.99
     assert (r.u[:, 0] < -0.7).all()                            # 3.9 rad: the other way round
-
-
-@pytest.mark.parametrize("memory, power, layer, projected", [
-    ("ultramemv2", 0.4, 1, 48),
-    ("ultramem", 0.33, 0, 4 * 128),
-])
-def test_ultramem_starts_as_the_published_layers_do(memory, power, layer, projected):
-    """The table of UltraMemV2.init_weights: standard deviations, and the weights of the norms."""
-    model = make("ultramem", randomize=False, n_embd=256, memory=memory)
-    module, table = model.blocks[layer].memory, model.tables[layer]
-    r = module.retrieve
-    torch.testing.assert_close(r.q_norm.weight, torch.full((64,), 64 ** -power))
-    torch.testing.assert_close(r.k_norm.weight, r.q_norm.weight)
-    stds = {r.W_q.weight: 1 / 8, r.keys: 1 / 8, table.values: 0.02}
-    stds[module.W_out.weight] = projected ** -0.5
-    if memory == "ultramemv2":
-        stds[module.W_pre.weight] = 1 / 16
-        stds[table.pre_values] = 0.02
-    for p, std in stds.items():
-        assert p.std().item() == pytest.approx(std, rel=0.06)
-        assert p.mean().abs() < 0.1 * std
-    assert 0 <= r.core.min() < r.core.max() < 1
-    assert torch.equal(r.perm.sort().values, torch.arange(len(r.perm)))
 
 
 @pytest.mark.parametrize("m, value_dim, pre_value_dim, n_layer", [
@@ -2951,20 +2795,6 @@ def test_ultramem_appendix_start_has_the_variance_of_the_ffn(m, value_dim, pre_v
     assert scores.mean().item() == pytest.approx(1, abs=0.05)
     assert y.std().item() == pytest.approx(eq25, rel=0.1)
     assert ffn.std().item() == pytest.approx(eq25 / 1.8, rel=0.1)
-
-
-def test_ultramem_moe_starts_smaller_than_the_ffn_or_as_large():
-    """Published gates are small: those of eight of 64 experts, not renormalised."""
-    x = torch.randn(1, 500, 256)
-    stds = []
-    for fields in (dict(memory="none"), dict(memory="moe"), dict(memory="moe", init="ffn")):
-        model = make("ultramem", randomize=False, n_embd=256, n_layer=2, n_head=4, **fields)
-        block = model.blocks[1]
-        y = block.memory(x, model.tables)[0] if block.memory else block.mlp(x)
-        stds.append(y.std().item())
-    ffn, published, equal = stds
-    assert 0.03 < published / ffn < 0.05
-    assert 0.95 < equal / ffn < 1.1
 
 
 def ultramem_on_meta(**fields):
@@ -3005,12 +2835,8 @@ def test_ultramem_parameter_counts(preset, paper):
     if not c.tied:
         total, active = total - embed, active - embed - c.n_embd
     assert (total / 1e9, active / 1e6) == pytest.approx(paper, rel=0.01)
-    layers = {"memory+": 1, "ultramem": 4}.get(c.memory, c.n_layer)
-    numbers = layers * c.n_keys ** 2 * (c.value_dim + c.pre_value_dim)
-    if c.memory == "moe":
-        numbers = layers * 64 * 3 * c.n_embd * c.n_inner // 8
-    exact = {"227m_1.2b": 995_328_000, "1b_7b": 5_138_546_688}
-    assert counts["memory"] == numbers == exact.get(preset, numbers)
+    exact = {"227m_1.2b": 995_328_000, "1b_7b": 5_138_546_688, "olmoe_227m_1.2b": 1_132_462_080}
+    assert counts["memory"] == exact.get(preset, counts["memory"])
     if preset == "227m_1.2b":
         read = counts["active"] - (counts["total"] - counts["memory"])
         assert read == 20 * 32 * (192 + 192)
@@ -3023,6 +2849,10 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
         model = ultramem_on_meta(n_layer=depth, n_embd=64 * depth, vocab_size=4096, n_head=depth,
                                  memory=memory)
         counts[memory] = model.param_counts()
+        saved = vars(model.config)
+        assert vars(model_ultramem.Config(**saved)) == saved, "as a checkpoint has them"
+        dense = model_ultramem.Config(**{**saved, **model_ultramem.DENSE})
+        assert dense.n_inner == saved["n_inner"], "the memory goes, and nothing else"
     want = counts["ultramemv2"]
     for memory, count in counts.items():
         assert count["active"] == pytest.approx(want["active"], rel=0.015), memory
@@ -3031,25 +2861,14 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
 
 
 def test_ultramem_layers_share_tables_as_in_table_7():
-    def tables(share, g):
-        """The tables, numbered from 1, that each of 24 layers picks from."""
+    def first_tables(share, g):
+        """The first of the g tables that each of 24 layers picks from."""
         model = ultramem_on_meta(n_layer=24, n_keys=4, top_k=4, share=f"{share}:{g}")
-        first = [block.memory.offset // 16 for block in model.blocks]
-        return [{1 + (i + j) % 24 for j in range(g)} for i in first]
+        return [block.memory.offset // 16 for block in model.blocks]
 
-    first = {1, 2, 3, 4}
-    last = {21, 22, 23, 24}
-    noring = tables("noring", 4)
-    assert noring[0] == noring[1] == first and noring[23] == last
-    assert noring[2] == {2, 3, 4, 5}
-    block = tables("block", 4)
-    assert block[0] == block[3] == first and block[23] == last
-    assert block[4] == {5, 6, 7, 8}
-    ring = tables("ring", 4)                                   # the paper's, a layer later
-    assert ring[0] == first
-    assert ring[23] == {24, 1, 2, 3}
-    for layer, picked in enumerate(tables("noring", 9), 1):
-        assert layer in picked
+    assert first_tables("ring", 4) == [*range(24)]             # the paper's, a layer later
+    assert first_tables("noring", 4) == [0, *range(20), 20, 20, 20]
+    assert first_tables("block", 4) == [i // 4 * 4 for i in range(24)]
     sides = {1: 964, 2: 1363, 4: 1928, 9: 2892, 16: 3856}      # the paper prints 2896 at g = 9
     for g, side in sides.items():
         config = model_ultramem.Config(n_layer=24, n_keys=964, share=f"ring:{g}")
@@ -3160,57 +2979,39 @@ def test_ultramem_trains_sparsely_with_decaying_value_rates(text_folder, tmp_pat
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("memory", model_ultramem.MEMORIES)
-def test_ultramem_inspect_counts_the_use_of_slots(memory):
+@pytest.mark.parametrize("memory, n_slots", [
+    ("ultramemv2", 144), ("ultramem", 4 * 144), ("memory+", 144), ("moe", 12)])
+def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     model = make("ultramem", memory=memory, memory_layers="0,2", n_keys=12, top_k=4)
     idx, out = some_tokens(1, 9), []
-    found = model.inspect(idx)
-    seen = {name: tensor[1] for name, (tensor, _) in found.items()}
-    layer = model.blocks[2].memory
-    for module in (layer.retrieve, layer):
-        module.register_forward_hook(lambda module, args, output: out.append(output))
+    seen = {name: tensor[1] for name, (tensor, _) in model.inspect(idx).items()}
+    retrieve = model.blocks[2].memory.retrieve
+    retrieve.register_forward_hook(lambda module, args, output: out.append(output[1]))
     model(idx)
-    (scores, slots, _), (y, _) = out
-    uses = torch.zeros({"ultramem": 4 * 144, "moe": 12}.get(memory, 144))
-    for slot in slots.flatten():
+    uses = torch.zeros(n_slots)
+    for slot in out[0].flatten():
         uses[slot] += 1
     p = uses[uses > 0] / uses.sum()
-    scores = scores.mean(2)                                    # (P, k), best first in each head
-    want = {
-        "dead": (uses == 0).float().mean(),
-        "kl": (p * (p * len(uses)).log()).sum(),
-        "top1_score": scores[:, ::4].mean(),
-        "score": scores.mean(),
-        "output_std": y.std(),
-    }
-    if memory.startswith("ultramem"):
-        values = torch.linalg.svdvals(layer.retrieve.core.sum(0))
-        want["lambda1"], want["lambda2"] = values.mean(0)
-    use = seen.pop("use")
-    torch.testing.assert_close(seen, want, rtol=1e-4, atol=1e-6)
-    times = torch.stack([uses == 0, uses == 1, (uses == 2) | (uses == 3)])
-    torch.testing.assert_close(use[:3], times.float().mean(1))
-    assert len(use) == 12
+    times = [uses == 0, uses == 1, (uses == 2) | (uses == 3)]
+    torch.testing.assert_close(seen["kl"], (p * (p * n_slots).log()).sum())
+    torch.testing.assert_close(seen["use"][:3], torch.stack(times).float().mean(1))
+    assert seen["dead"] == seen["use"][0] and len(seen["use"]) == 12
 
 
 @pytest.mark.parametrize("fields, message", [
     (dict(memory="mem"), "memory='mem': choose one of none, ultramemv2, ultramem"),
     (dict(n_head=5), "n_embd=64, n_head=5"),
     (dict(memory_layers="0,4"), "memory_layers='0,4': give different blocks from 0 to 3"),
-    (dict(memory_layers="1,1"), "memory_layers"),
     (dict(memory_layers="2:1"), "memory_layers"),
-    (dict(memory_layers="x"), "memory_layers='x'"),
+    (dict(memory_layers="x"), "'x'"),
     (dict(memory_layers="0:2/1:2"), "memory_layers"),
-    (dict(share="ring"), "share='ring'"),
-    (dict(share="ring:5"), "share"),
+    (dict(share="ring:5"), "share='ring:5'"),
     (dict(share="block:3"), "a divisor"),
     (dict(virtual=3), "virtual=3, projectors=1: give a square, and 1 or as many"),
     (dict(virtual=4, projectors=2), "1 or as many"),
     (dict(init="x"), "init='x': choose published or appendix"),
     (dict(memory="pkm", share="ring:2"), "memory='pkm', share='ring:2': must be ''"),
-    (dict(memory="pkm", virtual=4), "virtual=4"),
     (dict(memory="pkm", pre_value_dim=4), "pre_value_dim=4"),
-    (dict(memory="memory+", init="ffn"), "init='ffn': must be 'published'"),
     (dict(memory="ultramem", init="appendix"), "init='appendix'"),
     (dict(memory="moe", init="appendix"), "choose published or ffn"),
     (dict(memory="moe", sparse_memory=True), "sparse_memory=True"),
@@ -3226,14 +3027,6 @@ def test_ultramem_config_errors(fields, message):
     shape = dict(n_layer=4, n_head=4, n_embd=64, vocab_size=61)
     with pytest.raises(ValueError, match=message):
         model_ultramem.Config(**{**shape, **fields})
-
-
-@pytest.mark.parametrize("memory", ["none", *model_ultramem.MEMORIES])
-def test_ultramem_config_is_what_its_fields_rebuild(memory):
-    saved = vars(model_ultramem.Config.from_depth(4, memory=memory))
-    assert vars(model_ultramem.Config(**saved)) == saved, "as a checkpoint has them"
-    dense = model_ultramem.Config(**{**saved, **model_ultramem.DENSE})
-    assert dense.n_inner == saved["n_inner"], "the memory goes, and nothing else"
 
 
 # ================================================================ model_midus.py: MIDUS-HML
@@ -3297,17 +3090,14 @@ def test_midus_parameter_counts(preset, fields, total):
     assert model.param_counts()["total"] == total
 
 
-@pytest.mark.parametrize("preset, slots, embeddings", [
-    ("llama3.2_1b", 1_048_576, 0), ("llama3.1_8b", 2_097_152, 128255 * 4096)])
-def test_midus_slots_and_what_a_token_touches(preset, slots, embeddings):
+def test_midus_slots_and_what_a_token_touches():
     with torch.device("meta"):
-        model = model_midus.Model(model_midus.Config(**model_midus.PRESETS[preset]))
-    D, d_h = model.config.inserted, model.config.head_dim
-    assert D * 32 * model.inserted[0].memory.retrieve.n_slots == slots
+        model = model_midus.Model(model_midus.Config(**model_midus.PRESETS["llama3.1_8b"]))
+    assert 16 * 32 * model.inserted[0].memory.retrieve.n_slots == 2_097_152
     counts = model.param_counts()
-    idle = D * d_h * (4096 - 32 * 4) + embeddings              # 32 heads read 4 rows of V each
+    idle = 16 * 128 * (4096 - 32 * 4) + 128255 * 4096          # 32 heads read 4 rows of V each
     assert counts["total"] - counts["active"] == idle
-    assert counts["memory"] == D * d_h * (32 * 64 + 4096 + 32 * d_h)   # keys, V, W_h
+    assert counts["memory"] == 16 * 128 * (32 * 64 + 4096 + 32 * 128)      # keys, V, W_h
 
 
 @pytest.mark.parametrize("fields, firsts, apart", [            # of 24 blocks, of 48 blocks
@@ -3433,24 +3223,6 @@ def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
     assert len(kept) == 2 * (6 + 3)                            # the inserted attentions' too
 
 
-@pytest.mark.parametrize("method", ["solar", "avg_deus", "lesa"])
-def test_other_methods_are_not_the_identity_at_step_0(method):
-    base, idx = midus_base(), some_tokens(2, 14)
-    grown = midus_grown(method, base, inserted=2)
-    with torch.no_grad():
-        difference = grown(idx)[0] - base(idx)[0]
-    assert difference.abs().max() > 0.1
-
-
-def test_midus_init_weights_sets_the_statistics_of_batch_norm_too():
-    model = midus_grown(queries="batch_norm")
-    norm = model.inserted[0].query_norm
-    norm.running_mean.fill_(math.nan)                          # memory of a tensor made empty
-    norm.running_var.fill_(math.nan)
-    model.init_weights()
-    assert not norm.running_mean.any() and (norm.running_var == 1).all()
-
-
 SILENT = ("attn.W_O.weight", "mlp.down.weight")
 
 
@@ -3573,29 +3345,15 @@ def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
 @pytest.mark.parametrize("phase", ["", "cpt", "sft"])
 def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase):
     model = midus_grown(phase=phase, queries="layer_norm")
-    names = {id(p): name for name, p in model.named_parameters()}
     seen = set()
-    for group in model.param_groups("adamw", 0.1, 0.01):
+    for name, group in groups_by_name(model, "adamw", 0.1, 0.01):
+        seen.add(name)
         assert group["lr"] == 0.1
-        for p in group["params"]:
-            name = names[id(p)]
-            seen.add(name)
-            assert group["schedule"] == (".memory." not in name)
-            decays = group["schedule"] and not name.endswith(("norm.weight", "bias"))
-            assert group["weight_decay"] == (0.01 if decays else 0)
+        assert group["schedule"] == (".memory." not in name)
+        decays = group["schedule"] and not name.endswith(("norm.weight", "bias"))
+        assert group["weight_decay"] == (0.01 if decays else 0)
     assert seen == {name for name, p in model.named_parameters() if p.requires_grad}
     assert ("embed.weight" in seen) == (phase != "cpt")
-
-
-@pytest.mark.parametrize("placement", ["distributed", "top-heavy"])
-def test_midus_flops_leave_out_what_is_frozen(placement):
-    from torch.utils.flop_counter import FlopCounterMode
-    model = midus_grown(phase="cpt", placement=placement, n_keys=16)
-    idx = some_tokens(2, 17)
-    math_only = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-    with FlopCounterMode(display=False) as counter, math_only:
-        midus_step_loss(model, idx).backward()
-    assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / 32, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -3610,14 +3368,11 @@ def test_midus_cached_values_change_nothing(dtype, tolerance):
         want = hml(a)
         cache = model.new_cache(2, 12)
         V_h = cache.store[1, "V_h"]
-        assert V_h.shape == (4 * 25, 8) and V_h.dtype == dtype
         atol = tolerance * want.abs().max().item()
         torch.testing.assert_close(hml(a, V_h), want, atol=atol, rtol=0)
         V_h.zero_()                                            # it is what decoding reads
-        assert hml(a, V_h).abs().max() == 0
         block, rotary = model.inserted[0], midus_rotary(model, 12)
         assert torch.equal(block(a, rotary, cache), a)
-        assert not torch.equal(block(a, rotary, None), a)
 
 
 @torch.no_grad()
@@ -3636,8 +3391,6 @@ def midus_retrieval(same=False):
     A = torch.zeros(14, 3, 9, dtype=torch.float64).scatter_add_(2, slots, alpha)
     A = A.transpose(0, 1)                                      # (H, T, N)
     said = A @ hml.values @ hml.W_h                            # (H, T, d_h)
-    heads = hml(a.view(1, 14, 12)).view(14, 3, 4)
-    torch.testing.assert_close(heads.transpose(0, 1), said)
     Pi = A @ torch.linalg.pinv(A, rtol=1e-10)
     return A, said, Pi, torch.randn_like(said)
 
@@ -3646,35 +3399,22 @@ def midus_loss(F_h, Y):
     return 0.5 * ((F_h - Y) ** 2).sum()                        # eq. 6, heads stacked
 
 
-def shared_loss(A, Y):
-    """That of the best bank for all heads."""
+def shared_fit(A, Y):
+    """What the heads say with the best bank for all of them."""
     V = torch.linalg.lstsq(A.flatten(0, 1), Y.flatten(0, 1), driver="gelsd").solution
-    return midus_loss(A @ V, Y)
+    return A @ V
 
 
 def test_midus_proposition_2_the_gap_of_a_shared_bank():
     A, said, Pi, Y = midus_retrieval()
-    gram = torch.linalg.pinv((A.mT @ A).sum(0), rtol=1e-10, hermitian=True)
-    V_sh = gram @ (A.mT @ Y).sum(0)
-    share = shared_loss(A, Y)
-    torch.testing.assert_close(share, midus_loss(A @ V_sh, Y))
-    gap = share - midus_loss(Pi @ Y, Y)
-    torch.testing.assert_close(gap, midus_loss(A @ V_sh, Pi @ Y))          # eq. 17
+    shared = shared_fit(A, Y)
+    gap = midus_loss(shared, Y) - midus_loss(Pi @ Y, Y)
+    torch.testing.assert_close(gap, midus_loss(shared, Pi @ Y))            # eq. 17
     assert gap > 1
-
-
-def test_midus_proposition_2_no_gap_if_one_bank_meets_every_projected_target():
-    A, said, Pi, noise = midus_retrieval()
-    bank = torch.randn(9, 4, dtype=torch.float64)
-    Y = A @ bank + noise - Pi @ noise
-    assert abs(shared_loss(A, Y) - midus_loss(Pi @ Y, Y)) < 1e-10
-
-
-def test_midus_proposition_2_for_heads_that_retrieve_alike():
-    A, said, Pi, Y = midus_retrieval(same=True)
-    assert torch.equal(A[0], A[1])
-    gap = shared_loss(A, Y) - midus_loss(Pi @ Y, Y)
-    torch.testing.assert_close(gap, midus_loss(Pi @ Y, Pi @ Y.mean(0)))
+    met = A @ torch.randn(9, 4, dtype=torch.float64) + Y - Pi @ Y          # by one bank
+    assert midus_loss(shared_fit(A, met), Pi @ met) < 1e-10
+    A, said, Pi, Y = midus_retrieval(same=True)                # heads that retrieve alike
+    torch.testing.assert_close(shared_fit(A, Y), Pi @ Y.mean(0))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0])
@@ -3693,37 +3433,19 @@ def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_ha
     Y = said + noise - Pi @ noise
     hive = midus_loss(said, Y)
     torch.testing.assert_close(hive, midus_loss(Pi @ Y, Y))
-    assert shared_loss(A, Y) > hive + 1
-
-
-@pytest.mark.parametrize("r", [1, 2, 4])
-def test_midus_the_best_hive_of_rank_r_for_any_targets(r):
-    A, said, Pi, Y = midus_retrieval(same=True)
-    independent = midus_loss(Pi @ Y, Y)
-    targets = torch.cat(list(Pi @ Y), 1)                       # (T, H*d_h)
-    U, S, Vt = torch.linalg.svd(targets, full_matrices=False)
-    best = U[:, :r] * S[:r] @ Vt[:r]
-    F_h = torch.stack(best.chunk(3, 1))
-    hive = midus_loss(F_h, Y)
-    torch.testing.assert_close(hive, independent + 0.5 * (S[r:] ** 2).sum())
-    torch.testing.assert_close(Pi @ F_h, F_h)                  # some V W_h gives it
-    assert independent < hive
-    assert r < 4 or hive < shared_loss(A, Y)                   # r = d_h
+    assert midus_loss(shared_fit(A, Y), Y) > hive + 1
 
 
 @pytest.mark.parametrize("fields, message", [
     (dict(upscale="dus"), "upscale='dus': choose one of ['midus', 'base', 'solar'"),
     (dict(memory="moe"), "memory='moe': choose one of ['hml', 'linear'"),
     (dict(phase="rl"), "phase='rl'"),
-    (dict(queries="rms"), "queries='rms'"),
     (dict(placement="llama-pro"), "placement='llama-pro': choose one of ['distributed', 'top"),
     (dict(upscale="llama_pro", placement="top-heavy"), "placement='top-heavy'"),
-    (dict(upscale="solar", memory="pkm"), "memory='pkm'"),
     (dict(upscale="lesa", queries="residual"), "queries='residual': these kinds of memory"),
     (dict(memory="pkm", queries="out_proj"), "Table 11's queries need memory=hml"),
     (dict(upscale="base", inserted=2), "inserted=2"),
     (dict(inserted=7), "inserted=7"),
-    (dict(inserted=0), "inserted=0"),
     (dict(top_k=26, n_keys=5), "top_k=26, n_keys=5"),
     (dict(n_embd=36), "n_embd=36"),
     (dict(n_kv_head=3), "n_kv_head=3"),
@@ -3761,15 +3483,15 @@ def test_midus_start_grows_a_base_once():
         model_midus.upscale(grown)
 
 
-@pytest.mark.parametrize("grow, wrong", [
-    (dict(upscale="midus"), "n_layer=3"), (dict(), "n_keys=9"),        # of a base
-    (None, "n_keys=9"), (None, "upscale=llama_pro"), (None, "n_head=1")])
-def test_midus_start_changes_nothing_that_a_model_has(grow, wrong):
-    key, _, value = wrong.partition("=")
-    model = midus_base() if grow is not None else midus_grown()
-    fields = {**(grow or {}), key: int(value) if value.isdigit() else value}
-    with pytest.raises(ValueError, match=f"{wrong}: here has {key}="):
-        midus_start(model, **fields)
+@pytest.mark.parametrize("make_model, fields, message", [
+    (midus_base, dict(upscale="midus", n_layer=3), "n_layer=3: here has n_layer="),
+    (midus_base, dict(n_keys=9), "n_keys=9: here has n_keys="),
+    (midus_grown, dict(n_keys=9), "n_keys=9: here has n_keys="),
+    (midus_grown, dict(upscale="llama_pro"), "upscale=llama_pro: here has upscale="),
+])
+def test_midus_start_changes_nothing_that_a_model_has(make_model, fields, message):
+    with pytest.raises(ValueError, match=message):
+        midus_start(make_model(), **fields)
 
 
 def test_midus_inspect_shows_each_heads_shares_of_its_slots():
@@ -3786,43 +3508,18 @@ def test_midus_inspect_shows_each_heads_shares_of_its_slots():
     torch.testing.assert_close(use[1, 2], want)
 
 
-def small_llama(folder, kind, **fields):
-    """A small random Hugging Face model, written to the folder."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, **fields)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+@pytest.mark.parametrize("upscale", ["midus", "opt_deus"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_midus_grows_a_hugging_face_model_whose_logits_equal_transformers(kind, upscale, tmp_path):
+    theirs, path = write_llama(tmp_path / "hf", kind)
+    ckpt = sample.load_hugging_face(path, model_midus)
+    found = model_midus.start(path, ckpt, dict(upscale=upscale))
+    ours = model_midus.Model(model_midus.Config(**found["model_config"])).eval()
+    ours.load_state_dict(found["model"])
+    idx = some_tokens(2, 60)
     with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(torch.randn_like(p), alpha=0.2)
-    theirs.save_pretrained(folder)
-    return theirs
-
-
-LLAMA_3 = dict(rope_type="llama3", rope_theta=10000.0, factor=32.0, low_freq_factor=1.0,
-               high_freq_factor=4.0, original_max_position_embeddings=16)
-
-
-@pytest.mark.parametrize("kind, fields", [
-    ("Llama", dict(tie_word_embeddings=True)),
-    ("Llama", dict(tie_word_embeddings=False, rms_norm_eps=1e-3)),
-    ("Llama", dict(rope_parameters=LLAMA_3)),
-    ("Qwen2", dict(tie_word_embeddings=True)),
-], ids=str)
-def test_midus_grows_a_hugging_face_model_whose_logits_equal_transformers(kind, fields, tmp_path):
-    theirs, idx = small_llama(tmp_path, kind, **fields), some_tokens(2, 60)
-    ckpt = sample.load_hugging_face(tmp_path, model_midus)
-    for grow in (dict(), dict(upscale="midus"), dict(upscale="opt_deus")):
-        found = model_midus.start(tmp_path, ckpt, grow)
-        ours = model_midus.Model(model_midus.Config(**found["model_config"])).eval()
-        ours.load_state_dict(found["model"])
-        assert len(ours.inserted) == (1 if grow else 0)
-        with torch.no_grad():
-            want = theirs(idx).logits
-            torch.testing.assert_close(ours(idx)[0], want, atol=2e-5, rtol=1e-5)
-    assert want.std() > 0.5
+        torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=2e-5, rtol=1e-5)
+    assert len(ours.inserted) == 1
 
 
 def train_midus(*flags, expect=""):
@@ -3839,7 +3536,7 @@ def midus_run(text_folder, tmp_path_factory):
 
 
 def saved_model(out):
-    return torch.load(Path(out) / "ckpt.pt", weights_only=True)["model"]
+    return load_ckpt(out)["model"]
 
 
 def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
@@ -3869,8 +3566,8 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
     """A process starts with a random seed of torch's own; --seed must be set before the new blocks
     are drawn."""
     new = []
-    for own, seed in ((1, 5), (2, 5), (3, 6)):
-        torch.manual_seed(own)
+    for seed in (5, 5, 6):
+        torch.manual_seed(len(new))
         train_midus(f"--dataset={text_folder}", f"--init_from={midus_run}", "--upscale=midus",
                     "--n_keys=8", f"--seed={seed}", "--max_iters=1", f"--out_dir={tmp_path}")
         new.append(saved_model(tmp_path)["inserted.0.memory.retrieve.keys"])
@@ -3878,21 +3575,14 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
     assert not torch.equal(new[0], new[2])
 
 
-def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
+def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path, monkeypatch):
     whole, part = tmp_path / "whole", tmp_path / "part"
     flags = [f"--dataset={text_folder}", "--eval_interval=3", "--max_iters=6",
              f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", "--n_keys=8",
              "--queries=batch_norm"]
     train_midus(*flags, f"--out_dir={whole}")
-    original = prepare_fineweb.TokenShards.shuffled
-
-    def interrupted(shards, seed, rows):
-        if rows[0] == 12:                                      # the fourth step's
-            signal.raise_signal(signal.SIGINT)
-        return original(shards, seed, rows)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_fineweb.TokenShards, "shuffled", interrupted)
+    with monkeypatch.context() as patch:
+        interrupt_at(3, patch)
         train_midus(*flags, f"--out_dir={part}", expect="--init_from=resume")
     train("--model=midus", f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
     assert log_of(part) == log_of(whole) and len(log_of(part)) == 6
@@ -4096,17 +3786,6 @@ def test_hiermem_equals_appendix_i_one_sequence_at_a_time_in_values_and_gradient
         torch.testing.assert_close(grad, want, atol=1e-3, rtol=1e-3)
 
 
-def test_hiermem_attention_stays_inside_a_document():
-    model, idx = make("hiermem", eot=7, **TREE), some_tokens(1, 12)
-    idx[idx == 7] = 8
-    idx[0, 0] = idx[0, 6] = 7
-    second = model(idx)[0][:, 6:].softmax(-1)
-    alone = model(idx[:, 6:])[0].softmax(-1)
-    torch.testing.assert_close(second, alone, atol=1e-4, rtol=1e-4)
-    unmasked = make("hiermem", **TREE)(idx)[0][:, 6:].softmax(-1)
-    assert not torch.allclose(unmasked, second, atol=1e-3)
-
-
 def test_hiermem_decoding_goes_on_with_what_the_prompt_has_fetched():
     model = make("hiermem", torch.float64, **TREE)
     idx, leaf = some_tokens(2, 9), torch.tensor([4, 1])
@@ -4151,36 +3830,26 @@ def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
     assert rows.is_meta and rows.shape == (3, 3, 4, 96), "fetched rows travel"
 
 
-@pytest.mark.parametrize("shape", [(6, 3), (5, 2, 3)])
-def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(shape):
+def test_row_adamw_is_adamw_for_every_row_at_its_own_pace():
     g = torch.Generator().manual_seed(0)
-    start = torch.randn(shape, generator=g)
+    start = torch.randn(5, 2, 3, generator=g)
     settings = dict(lr=0.1, betas=(0.8, 0.95), eps=1e-3)
-
-    def row_adamw():
-        return kernels.RowAdamW([dict(params=[table], weight_decay=0.3)], **settings)
-
     table = torch.nn.Parameter(start.clone())
+    ours = kernels.RowAdamW([dict(params=[table], weight_decay=0.3)], **settings)
     alone = [torch.nn.Parameter(row.clone()) for row in start]
     theirs = [torch.optim.AdamW([row], weight_decay=0.3, **settings) for row in alone]
-    ours = row_adamw()
     for n in range(7):
-        rows = torch.randperm(shape[0] - 1, generator=g)       # never the last one
-        rows = rows[:1 + n % 3].sort()[0]
-        values = torch.randn(len(rows), *shape[1:], generator=g)
-        table.grad = torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)
+        rows = torch.randperm(4, generator=g)[:1 + n % 3].sort()[0]        # never the last one
+        values = torch.randn(len(rows), 2, 3, generator=g)
+        table.grad = torch.sparse_coo_tensor(
+            rows[None], values, table.shape, check_invariants=False)
         for row, value in zip(rows, values):
             alone[row].grad = value
             theirs[row].step()
         ours.step()
-        if n == 3:                                             # a checkpoint in between
-            again = row_adamw()
-            again.load_state_dict(ours.state_dict())
-            ours = again
     want = torch.stack([row.detach() for row in alone])
     torch.testing.assert_close(table.detach(), want, atol=1e-5, rtol=1e-5)
     assert torch.equal(table[-1], start[-1])
-    assert not torch.equal(table[0], start[0])
 
 
 TOPICS = ("river boat water fish shore", "engine piston fuel wheel brake",
@@ -4228,7 +3897,7 @@ def hier_runs(clustered, tmp_path_factory):
 
 
 def weights(folder):
-    return torch.load(folder / "ckpt.pt", weights_only=True)
+    return load_ckpt(folder)
 
 
 def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
@@ -4258,16 +3927,9 @@ def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resum
         assert torch.equal(tensor, whole[key]), key
     train(*flags, "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
     assert log_of(tmp_path / "large") == pytest.approx(log_of(tmp_path / "whole"), abs=1e-5)
-    draw = model_hiermem.Model.training_context
-
-    def interrupted(model, context, seed, rows):
-        if rows[0] == 8:                                       # of the third step
-            signal.raise_signal(signal.SIGINT)
-        return draw(model, context, seed, rows)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(model_hiermem.Model, "training_context", interrupted)
-        train(*flags, "--eval_tokens=32", f"--out_dir={tmp_path / 'part'}")
+    with monkeypatch.context() as patch:
+        interrupt_at(5, patch)                                 # in the third step
+        train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
     assert 0 < weights(tmp_path / "part")["step"] < 6
     train(f"--dataset={clustered}", "--model=hiermem", f"--out_dir={tmp_path / 'part'}",
           "--init_from=resume")
@@ -4315,9 +3977,7 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
     assert "path 1 > 3:" in said("--leaf=3") and "path 1 > 3:" in said("--leaf=3", "--block=2:2")
     for flags, message in (
         ("--block=1:0,1:1", "every node of level 1"),
-        ("--block=9:1", "levels are 1 to 2"),
         ("--block=2:4", "no node 2:4: those of level 2 are 0 to 3"),
-        ("--block=best", "best is no node"),
         ("--leaf=4", "from 0 to 3"),
         ("--leaf=3 --block=1:1", "the leaf is under a blocked node of level 1"),
         ("--leaf=3 --block=best:2", "under a blocked node of level 2"),
@@ -4332,32 +3992,20 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
         model_hiermem.find_retriever(model_hiermem.Config(), ["nowhere"], "")
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
-def test_hiermem_hugging_face_anchors(kind, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    llama = dict(rope_theta=5e5, rope_type="llama3", factor=8.0, low_freq_factor=1.0,
-                 high_freq_factor=4.0, original_max_position_embeddings=8)
-    theirs = getattr(transformers, f"{kind}Config")(
-        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
-        rope_parameters=llama if kind == "Llama" else None, tie_word_embeddings=kind == "Qwen2")
-    torch.manual_seed(0)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(theirs).eval()
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.add_(torch.randn_like(p), alpha=0.2)
-    theirs.save_pretrained(tmp_path)
-    idx, ckpt = some_tokens(2, 20), sample.load_hugging_face(tmp_path, model_hiermem)
-    ours = model_hiermem.Model(model_hiermem.Config(**ckpt["model_config"]))
-    ours.load_state_dict(ckpt["model"])
-    logits = ours(idx)[0]
-    torch.testing.assert_close(logits, theirs(idx).logits, atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("kind, rope", [
+    ("qwen2", None), ("llama", dict(rope_theta=5e5, rope_type="llama3", factor=8.0,
+                                    low_freq_factor=1.0, high_freq_factor=4.0,
+                                    original_max_position_embeddings=8))])
+def test_hiermem_hugging_face_anchors(kind, rope, tmp_path):
+    theirs, path = write_llama(tmp_path / "hf", kind, rope_parameters=rope)
+    idx, ckpt = some_tokens(2, 20), sample.load_hugging_face(path, model_hiermem)
     fields = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
-    begun = model_hiermem.start(tmp_path, ckpt, fields)
+    begun = model_hiermem.start(path, ckpt, fields)
     grown = model_hiermem.Model(model_hiermem.Config(**begun["model_config"]))
     grown.init_weights()
     grown.load_state_dict(grown.state_dict() | begun["model"])
-    assert torch.equal(grown(idx, leaf=torch.tensor([1, 5]))[0], logits)
+    logits = grown(idx, leaf=torch.tensor([1, 5]))[0]
+    torch.testing.assert_close(logits, theirs(idx).logits, atol=1e-4, rtol=1e-4)
     assert (grown.config.eot, grown.config.retriever) == (-1, "x")
 
 
@@ -4377,11 +4025,8 @@ def test_hiermem_a_start_keeps_what_the_blocks_were_trained_with(have, fields, m
     (dict(clusters="8,8", ranks="4"), "clusters='8,8', ranks='4': a rank for each level"),
     (dict(clusters="a"), "clusters='a': a factor of 2 or more"),
     (dict(clusters="8,1"), "clusters='8,1': a factor of 2 or more"),
-    (dict(ranks="0,0"), "not all of them 0"),
     (dict(memory="moe"), "memory='moe': choose none, ffn"),
     (dict(memory="none", frozen=True), "nothing is left to train"),
-    (dict(n_layer=0), "n_layer=0: must be at least 1"),
-    (dict(head_dim=7), "head_dim must be even"),
     (dict(n_head=3, n_kv_head=2), "n_head must be a multiple of n_kv_head"),
     (dict(eot=61), "eot=61, vocab_size=61: eot must be a token"),
     (dict(generic=2.0), "generic=2.0: must be between 0 and 1"),
