@@ -26,10 +26,9 @@ compared must have been trained on the same tokens.
 """
 import contextlib
 import json
-import lzma
 import sys
 from pathlib import Path
-from statistics import mean, pvariance, stdev
+from statistics import mean, pstdev, pvariance
 from types import SimpleNamespace
 
 import torch
@@ -37,17 +36,15 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
-from experiments.tasks import read_jsonl, recall
-from prepare_fineweb import TokenShards, configure, find_dataset, guard, help_text, load_meta, need
+from experiments.tasks import batched_loss, read_jsonl, recall
+from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, guard, help_text
+from prepare_fineweb import load_meta, need
 
 # ---------------------------------------------------------------- settings: --key=value
-runs = ""                     # folders of runs (or ckpt.pt files), by commas
-out = ""                      # folder to write; empty: the first run's
+runs = ""                     # folders of runs, by commas
 dataset = ""                  # data folder; empty: the one that the first run was trained on
 sequences = 64                # validation windows (retrieval, rag: four times as many)
 datastore = 20000             # rag: training texts to retrieve from
-alpha = 0.5                   # entropy: its order
-projected = False             # entropy, separability, blimp: of the values before LIMe's router
 occurrences = 1100            # separability: of each word
 blimp = ""                    # folder of BLiMP's PARADIGM.jsonl or .jsonl.xz
 words = "bank"                # words: those of experiments/words.json to look at, by commas
@@ -76,17 +73,16 @@ def while_hooked(hooks):
             hook.remove()
 
 
-def value_module(attention, projected=False):
+def value_module(attention):
     """The submodule that puts out what the attention sums up: LIMe's router (keys and values),
-    MoVE's memory, or the projection; projected: always the projection."""
-    names = ("W_UV", "W_V") if projected else ("W_UV", "router", "memory", "W_V")
-    for name in names:
+    MoVE's memory, or the projection."""
+    for name in ("W_UV", "router", "memory", "W_V"):
         if getattr(attention, name, None) is not None:
             return getattr(attention, name)
 
 
 @torch.no_grad()
-def states(model, idx, projected=False):
+def states(model, idx):
     """idx (B, T) -> {"values": a list over layers of (B, T, features), "hiddens": likewise}."""
     found = {"values": [], "hiddens": []}
 
@@ -98,32 +94,32 @@ def states(model, idx, projected=False):
 
     hooks = []
     for block in model.blocks:
-        values = value_module(block.attn, projected)
-        hooks.append(values.register_forward_hook(keep("values")))
+        hooks.append(value_module(block.attn).register_forward_hook(keep("values")))
         hooks.append(block.register_forward_hook(keep("hiddens")))
     with while_hooked(hooks):
         model(idx)
     return found
 
 
-def collect(model, rows, pick, projected=False, batch_size=16):
+def collect(model, rows, pick):
     """rows: 1-D tensors of token ids -> {"values": over layers [pick(n, z) of every row n],
     "hiddens": likewise}; z (tokens, features)."""
     layers = range(len(model.blocks))
     kept = {"values": [[] for _ in layers], "hiddens": [[] for _ in layers]}
-    for first in range(0, len(rows), batch_size):
-        part = rows[first:first + batch_size]
-        idx = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)   # causal: what is on the
-        idx = idx.to(next(model.parameters()).device)                   # right does not matter
-        for kind, found in states(model, idx, projected).items():
+    device = next(model.parameters()).device
+    for n, row in enumerate(rows):
+        for kind, found in states(model, row[None].to(device)).items():
             for layer, z in enumerate(found):
-                for n, row in enumerate(part):
-                    kept[kind][layer].append(pick(first + n, z[n, :len(row)]).cpu())
+                kept[kind][layer].append(pick(n, z[0]).cpu())
     return kept
 
 
-def validation(model, folder):
-    return TokenShards(folder, "val", model.config.block_size)
+def windows(model, folder, c):
+    """(x, y), each (1, T), of the first c.sequences windows of the validation split."""
+    data = TokenShards(folder, "val", model.config.block_size)
+    for window in range(min(c.sequences, data.n_windows)):
+        x, y = data.batch([window])
+        yield x.to(c.device), y.to(c.device)
 
 
 # ---------------------------------------------------------------- entropy
@@ -148,17 +144,13 @@ def standardise(pieces):
 def entropy(model, tok, folder, c):
     """{"values": over layers [entropy of every validation window], "hiddens": likewise}; of a
     task's rows without the padding."""
-    data = validation(model, folder)
     rows = []
-    for x, y in zip(*data.batch(range(min(c.sequences, data.n_windows)))):
-        is_task = "block_size" in data.meta
-        length = int((y >= 0).nonzero()[-1]) + 1 if is_task else len(x)
-        rows.append(x[:length])
-    kept = collect(model, rows, lambda n, z: z, c.projected)
-    found = {"values": [], "hiddens": []}
-    for kind, layers in kept.items():
-        for layer in layers:
-            found[kind].append([renyi_entropy(z, c.alpha) for z in standardise(layer)])
+    for x, y in windows(model, folder, c):
+        length = int((y[0] >= 0).nonzero()[-1]) + 1
+        rows.append(x[0, :length])
+    found = {}
+    for kind, layers in collect(model, rows, lambda n, z: z).items():
+        found[kind] = [[renyi_entropy(z) for z in standardise(layer)] for layer in layers]
     return found
 
 
@@ -214,8 +206,6 @@ def find_words(folder, tok, block_size, count):
     for split in ("val", "train"):
         data = TokenShards(folder, split, block_size)
         for window in range(data.n_windows):
-            if min(counts) == count:
-                return rows, places
             x = data.batch([window])[0][0]
             here = []
             for label, (i,) in enumerate(ids):
@@ -225,9 +215,9 @@ def find_words(folder, tok, block_size, count):
             if here:
                 rows.append(x)
                 places.append(here)
-    seen = ", ".join(f"{word} ({n})" for word, n in zip(WORDS, counts))
-    need(min(counts) == count, f"{folder} has too few of {seen}: --occurrences={min(counts)}")
-    return rows, places
+            if min(counts) == count:
+                return rows, places
+    raise ConfigError(f"{folder} has too few of {', '.join(WORDS)}: --occurrences={min(counts)}")
 
 
 def separability(model, tok, folder, c):
@@ -238,20 +228,15 @@ def separability(model, tok, folder, c):
         return z[[position for position, _ in places[n]]]
 
     y = torch.tensor([label for here in places for _, label in here])
-    return probe_layers(collect(model, rows, at_words, c.projected), y, torch.arange(len(y)))
+    return probe_layers(collect(model, rows, at_words), y, torch.arange(len(y)))
 
 
 def read_blimp(folder, task):
     """[(good sentence, bad sentence)]"""
-    path = Path(folder, f"{task}.jsonl")
-    if not path.exists():
-        path = Path(folder, f"{task}.jsonl.xz")
-    need(path.exists(), f"--blimp={folder} has no {task}.jsonl or .jsonl.xz: it must be the data "
-         "folder of BLiMP (github.com/alexwarstadt/blimp)")
-    reader = lzma.open if path.suffix == ".xz" else open
-    with reader(path, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    return [(row["sentence_good"], row["sentence_bad"]) for row in rows]
+    paths = sorted(Path(folder).glob(f"{task}.jsonl*"))
+    need(paths, f"--blimp={folder} has no {task}.jsonl or .jsonl.xz: it must be the data folder of "
+         "BLiMP (github.com/alexwarstadt/blimp)")
+    return [(row["sentence_good"], row["sentence_bad"]) for row in read_jsonl(paths[0])]
 
 
 def probe_blimp(model, tok, folder, c):
@@ -262,7 +247,7 @@ def probe_blimp(model, tok, folder, c):
         rows = []
         for pair in read_blimp(c.blimp, task):
             rows += [torch.tensor([tok.eot, *tok.encode(sentence)]) for sentence in pair]
-        kept = collect(model, rows, lambda n, z: z[1:].mean(0, keepdim=True), c.projected)
+        kept = collect(model, rows, lambda n, z: z[1:].mean(0, keepdim=True))
         n = torch.arange(len(rows))
         tasks.append(probe_layers(kept, n % 2, n // 2))
     found = {}
@@ -293,20 +278,21 @@ def retrieval(model, tok, folder, c, prefix=32):
     from experiments.topics import Retriever
     need(getattr(model.config, "retriever", ""),
          "`retrieval` is for --model=hiermem, trained with memories on data with a tree")
-    data = validation(model, folder)
-    windows = range(min(data.n_windows, c.sequences * 4))
-    x, y = data.batch(windows)
+    data = TokenShards(folder, "val", model.config.block_size)
+    rows = range(min(data.n_windows, c.sequences * 4))
+    x, y = data.batch(rows)
     y[:, :prefix] = -1
     tree = Retriever.load(Path(folder, "retriever.npz"))
     texts = [tok.decode(row[1:prefix + 1].tolist()) for row in x]
-    whole = data.context(windows)["leaf"]
+    whole = data.context(rows)["leaf"]
     leaves = {"whole sequence": whole, "first 32 tokens": tree.path(texts)[:, -1]}
-    asked = {"first 32 tokens": "", "generic": -1, "none": None}        # recall's leaf
-    facts = Path(folder, "facts.jsonl")
+    asked = {}                                                  # what recall() fetches
+    if Path(folder, "facts.jsonl").exists():
+        asked = {"first 32 tokens": "", "generic": -1, "none": None}
+        prompts = [row["text"] for row in read_jsonl(Path(folder, "facts.jsonl"))]
     for level in range(1, len(model.config.nodes) + 1):
         leaves[f"level {level} blocked"] = without_best(tree, texts, level)[:, -1]
-        if facts.exists():
-            prompts = [row["text"] for row in read_jsonl(facts)]
+        if asked:
             closed = without_best(tree, prompts, level)[:, -1]
             asked[f"level {level} blocked"] = closed.tolist()
     n = model.config.nodes[-1]
@@ -315,21 +301,10 @@ def retrieval(model, tok, folder, c, prefix=32):
     leaves["none"] = None
     found = {}
     for name, leaf in leaves.items():
-        found[name] = {"loss": batched_loss(model, x, y, c.device, leaf)}
-        if name in asked and facts.exists():
+        found[name] = {"loss": batched_loss(model, x, y, leaf=leaf)}
+        if name in asked:
             found[name].update(recall(model, folder, asked[name]))
     return found
-
-
-def batched_loss(model, x, y, device, leaf=None, batch_size=16):
-    """Mean nats of the targets of x, y (N, T) with the memories of leaf (N,), or of none."""
-    nats = 0.0
-    for n in range(0, len(x), batch_size):
-        part = slice(n, n + batch_size)
-        fetched = None if leaf is None else leaf[part].to(device)
-        loss = model(x[part].to(device), y[part].to(device), leaf=fetched)[1].item()
-        nats += loss * int((y[part] >= 0).sum())
-    return nats / int((y >= 0).sum())
 
 
 @torch.no_grad()
@@ -340,10 +315,8 @@ def rag(model, tok, folder, c, prefix=32):
     to the whole text in its leaf, any text. So the model must have been trained with twice the
     context that it is compared in: prepare_fineweb.py --block_size=512."""
     from experiments.topics import Retriever, walk
-    data = validation(model, folder)
+    data = TokenShards(folder, "val", model.config.block_size)
     train = TokenShards(folder, "train", model.config.block_size)
-    need(data.leaves is not None, f"`rag` retrieves within a leaf, and {folder} has no tree: "
-         "prepare_fineweb.py --clusters= makes one")
     tree = Retriever.load(Path(folder, "retriever.npz"))
     half = model.config.block_size // 2
     prefix = min(prefix, half // 2)
@@ -352,17 +325,18 @@ def rag(model, tok, folder, c, prefix=32):
         return tree.embedder([tok.decode(row.tolist()) for row in rows])
 
     def of_one_document(rows):                                  # attention stops at an eot
-        return (rows != tok.eot).all(1)
+        return (rows[:, 1:half] != tok.eot).all(1)
 
     store = torch.linspace(0, train.n_windows - 1, min(c.datastore, train.n_windows)).long()
-    texts = train.batch(store)[0][:, 1:half]
-    leaves = train.context(store)["leaf"][of_one_document(texts)]
-    texts = texts[of_one_document(texts)]
+    rows = train.batch(store)[0]
+    kept = of_one_document(rows)
+    texts = rows[kept, 1:half]
+    leaves = train.context(store)["leaf"][kept]
     stored = embed(texts)
     x, y = data.batch(range(data.n_windows))
-    whole = of_one_document(x[:, 1:half])
-    x = x[whole][:c.sequences * 4, :half]
-    y = y[whole][:c.sequences * 4, :half]
+    kept = of_one_document(x).nonzero()[:c.sequences * 4, 0]
+    x = x[kept, :half]
+    y = y[kept, :half]
 
     def nearest(queries):
         vectors = embed(queries)
@@ -382,7 +356,7 @@ def rag(model, tok, folder, c, prefix=32):
         idx = torch.cat((torch.full_like(x[:, :1], tok.eot), rows, x[:, 1:]), 1)
         targets = torch.cat((torch.full_like(rows, -1), y), 1)
         targets[:, :rows.size(1) + prefix] = -1
-        found[name] = {"loss": batched_loss(model, idx, targets, c.device)}
+        found[name] = {"loss": batched_loss(model, idx, targets, leaf=None)}
     return found
 
 
@@ -450,16 +424,11 @@ def head_importance(model, x, y):
         return torch.autograd.grad(loss, gates)[0].squeeze((2, 4)).abs()
 
 
-def importance(model, tok, folder, c, batch_size=8):
+def importance(model, tok, folder, c):
     """IS_h: {"blocks": (layer, head), "inserted": likewise, and the variance over each layer's
     heads: "blocks variance", "inserted variance"}"""
-    data = validation(model, folder)
-    n = min(c.sequences, data.n_windows)
-    found = []
-    for first in range(0, n, batch_size):
-        x, y = data.batch(range(first, min(n, first + batch_size)))
-        found.append(head_importance(model, x.to(c.device), y.to(c.device)).double().cpu())
-    means = torch.cat(found, 1).mean(1).tolist()
+    found = [head_importance(model, x, y) for x, y in windows(model, folder, c)]
+    means = torch.cat(found, 1).double().mean(1).tolist()
     kinds = {"blocks": means[:len(model.blocks)], "inserted": means[len(model.blocks):]}
     for kind in ("blocks", "inserted"):
         kinds[f"{kind} variance"] = [pvariance(heads) for heads in kinds[kind]]
@@ -469,15 +438,13 @@ def importance(model, tok, folder, c, batch_size=8):
 # ---------------------------------------------------------------- memory slots and parts of a layer
 
 @torch.no_grad()
-def slot_use(model, tok, folder, c):
+def slot_use(model, folder, c):
     """{"slots": of a head, "tokens": that were read, "touched": (layer, head), slots with any
-    weight, "dead": (layer, head), the share of the others, "dead in all heads": (layer,),
-    "ranked": (layer, slot), shares of a head's retrievals, largest first, mean over heads}"""
-    data = validation(model, folder)
+    weight, "dead": (layer, head), the share of the others, "ranked": (layer, slot), shares of a
+    head's retrievals, largest first, mean over heads}"""
     use = 0
     tokens = 0
-    for window in range(min(c.sequences, data.n_windows)):
-        x = data.batch([window])[0].to(c.device)
+    for x, _ in windows(model, folder, c):
         seen = model.inspect(x)
         need("use" in seen, "`slots` is for models with memory slots whose inspect() returns their "
              "use, such as --model=midus")
@@ -486,20 +453,14 @@ def slot_use(model, tok, folder, c):
     dead = use == 0
     ranked = use.sort(-1, descending=True).values.mean(1) / tokens
     return {"slots": use.size(-1), "tokens": tokens, "touched": (~dead).sum(-1).tolist(),
-            "dead": dead.double().mean(-1).tolist(),
-            "dead in all heads": dead.all(1).double().mean(-1).tolist(), "ranked": ranked.tolist()}
+            "dead": dead.double().mean(-1).tolist(), "ranked": ranked.tolist()}
 
 
 @torch.no_grad()
 def mean_loss(model, folder, c, parts=(), change=None):
     """Nats on the validation windows, with the forward hook `change` on the modules `parts`."""
-    data = validation(model, folder)
-    losses = []
     with while_hooked([part.register_forward_hook(change) for part in parts]):
-        for window in range(min(c.sequences, data.n_windows)):
-            x, y = data.batch([window])
-            losses.append(model(x.to(c.device), y.to(c.device))[1].item())
-    return mean(losses)
+        return mean(model(x, y)[1].item() for x, y in windows(model, folder, c))
 
 
 def block_losses(model, folder, c):
@@ -523,7 +484,7 @@ def block_losses(model, folder, c):
 
 
 def slots_and_losses(model, tok, folder, c):
-    found = slot_use(model, tok, folder, c)
+    found = slot_use(model, folder, c)
     if hasattr(model, "inserted"):
         found.update(block_losses(model, folder, c))
     return found
@@ -561,79 +522,99 @@ def part_losses(model, tok, folder, c):
     return found
 
 
-# ---------------------------------------------------------------- pictures
+# ---------------------------------------------------------------- pictures: a run's row of panels
 
-def panels(rows, columns, size):
-    """A figure and its axes, (rows, columns)."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def whole_numbers(*axes):
-    for axis in axes:
-        axis.get_major_locator().set_params(integer=True)
-
-
-def heat_map(figure, axes, grid, label, high=None, **names):
-    image = axes.imshow(grid, cmap="viridis", vmin=0, vmax=high, aspect="auto",
-                        interpolation="nearest", origin="lower")
+def heat_map(axes, grid, label, **names):
+    image = axes.imshow(grid, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
     axes.set(**names)
-    whole_numbers(axes.xaxis, axes.yaxis)
-    figure.colorbar(image, ax=axes, label=label)
+    axes.figure.colorbar(image, ax=axes, label=label)
 
 
-def legend_below(figure, axes):
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", fontsize=8)
-
-
-def mean_and_sd(numbers):
-    return mean(numbers), stdev(numbers) if len(numbers) > 1 else 0.0
-
-
-def draw_layers(file, found, label):
-    """{run: {"values": over layers [numbers], "hiddens": ...}}: a line with deviations for each."""
-    figure, grid = panels(1, 2, (9, 4))
-    for axes, kind in zip(grid[0], ("values", "hiddens")):
-        print(f"{label} of {kind}, layer by layer: mean ± standard deviation")
-        for run, kinds in found.items():
-            layers = [mean_and_sd(numbers) for numbers in kinds[kind]]
-            means, deviations = zip(*layers)
-            axes.errorbar(range(1, len(means) + 1), means, yerr=deviations, fmt="o-", capsize=3,
-                          label=run)
-            print(f"  {run:30}", *(f"{m:.3f} ± {sd:.3f}" for m, sd in layers), sep="  ")
+def draw_layers(row, run, kinds, label):
+    """A line with deviations over the layers, all runs in one row."""
+    for axes, (kind, layers) in zip(row, kinds.items()):
+        means = [mean(numbers) for numbers in layers]
+        deviations = [pstdev(numbers) for numbers in layers]
+        axes.errorbar(range(1, len(means) + 1), means, yerr=deviations, fmt="o-", capsize=3,
+                      label=run)
         axes.set(title=kind, xlabel="layer", ylabel=label)
-        whole_numbers(axes.xaxis)
-    legend_below(figure, axes)
+        axes.legend(fontsize=8)
+        print(f"  {kind}:", *(f"{m:.3f} ± {sd:.3f}" for m, sd in zip(means, deviations)), sep="  ")
+
+
+def draw_losses(row, run, modes, label):
+    """A bar for each way to fetch or to retrieve."""
+    for mode, values in modes.items():
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
+        print(f"  {mode:20}  {shown}")
+    losses = [values["loss"] for values in modes.values()]
+    row[0].barh(list(modes), losses)
+    row[0].invert_yaxis()
+    row[0].set(title=run, xlabel=label, xlim=(min(losses) - 0.1, max(losses) + 0.02))
+
+
+def draw_router(row, run, maps, label):
+    """Two heat maps; blocks of rows of the second are a layer's heads."""
+    for axes, (kind, grid) in zip(row, maps.items()):
+        heat_map(axes, grid, label, title=run, xlabel="layer that is read, from 0", ylabel=kind)
+
+
+def draw_importance(row, run, kinds, label):
+    """Blocks and inserted layers, and the variance over each layer's heads."""
+    for axes, kind in zip(row, ("blocks", "inserted")):
+        if kinds[kind]:
+            heat_map(axes, kinds[kind], label, title=f"{run}, {kind}", xlabel="head",
+                     ylabel="layer")
+        variances = kinds[f"{kind} variance"]
+        row[2].plot(variances, "o-", label=kind)
+        print(f"  {kind}, variance over heads:", *(f"{v:.3g}" for v in variances))
+    row[2].set(title="variance over heads", xlabel="layer", yscale="log")
+    row[2].legend()
+
+
+def draw_slots(row, run, use, label):
+    """The share of dead slots of each head, and how unequal the others are."""
+    left, right = row
+    print(f"  slots that each head touches, of {use['slots']:,}, by {use['tokens']:,} tokens")
+    for layer, touched in enumerate(use["touched"]):
+        print(f"  layer {layer}:", *touched)
+        shares = [share for share in use["ranked"][layer] if share > 0]
+        right.loglog(range(1, len(shares) + 1), shares, label=f"layer {layer}")
+    if "silent" in use:
+        print(f"  loss {use['loss']:.4f}; {use['silent']:.4f} without the blocks, "
+              f"{use['constant']:.4f} if each adds its mean, whatever the token")
+    heat_map(left, use["dead"], label, title=run, xlabel="head", ylabel="inserted layer")
+    right.set(title="mean over heads", xlabel="slot, by rank",
+              ylabel="share of a head's retrievals")
+    right.legend()
+
+
+def draw_parts(row, run, parts, label):
+    """Bars of attention, FFN and memory for each layer."""
+    print(f"  loss {parts['loss']:.4f}; what is added to it, layer by layer, without")
+    for place, name in enumerate(("attn", "mlp", "memory")):
+        rises = {layer: rise for layer, rise in enumerate(parts[name]) if rise is not None}
+        places = [layer + 0.27 * (place - 1) for layer in rises]
+        row[0].bar(places, list(rises.values()), 0.27, label=name)
+        print(f"  {name:8}", *(f"{layer}: {rise:.4f}" for layer, rise in rises.items()), sep="  ")
+    print(f"  all memories  {parts['all memories']}")
+    row[0].set(title=run, xlabel="layer, from 0", ylabel=label)
+    row[0].set_yscale("symlog", linthresh=0.01)
+    row[0].legend()
+
+
+def draw_rows(file, found, draw_run, columns, label):
+    from matplotlib.figure import Figure
+    rows = 1 if draw_run is draw_layers else len(found)
+    figure = Figure(figsize=(3 + 3.5 * columns, 3.5 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for n, (run, result) in enumerate(found.items()):
+        print(f"{run}: {label}")
+        draw_run(grid[n % rows], run, result, label)
     figure.savefig(file, dpi=120)
 
 
-def draw_retrieval(file, found, label):
-    figure, grid = panels(len(found), 1, (7, 1 + 1.5 * len(found)))
-    for axes, (run, modes) in zip(grid[:, 0], found.items()):
-        print(run)
-        for mode, values in modes.items():
-            shown = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
-            print(f"  {mode:20}  {shown}")
-        losses = [values["loss"] for values in modes.values()]
-        axes.barh(list(modes), losses)
-        axes.invert_yaxis()
-        axes.set(title=run, xlabel=label, xlim=(min(losses) - 0.1, max(losses) + 0.02))
-    figure.savefig(file, dpi=120)
-
-
-def draw_router(file, found, label):
-    """A row of two heat maps for each run; blocks of rows on the right are a layer's heads."""
-    figure, grid = panels(len(found), 2, (9, 4 * len(found)))
-    for (left, right), (run, maps) in zip(grid, found.items()):
-        read = "layer that is read, from 0"
-        heat_map(figure, left, maps["layers"], label, title=run, xlabel=read, ylabel="layer")
-        heat_map(figure, right, maps["heads"], label, title=run, xlabel=read,
-                 ylabel="layer and head")
-    figure.savefig(file, dpi=120)
-
-
-def draw_words(file, found, label):
+def draw_words(file, found):
     """A picture for each run, word and tensor: A1, A2, B1 and the two differences, by length."""
     for run, by_word in found.items():
         for word, tensors in by_word.items():
@@ -653,102 +634,32 @@ def draw_word(picture, title, name, grids):
     # In parts of the largest, without the gate on V itself, as in the paper.
     largest = max(two[..., gate_v:].max().item() for two in apart.values()) or 1.0
     print(f"{title}: mean difference, in parts of the largest ({largest:.3g})")
-    print("  length   |A1-A2| same sense   |A1-B1| other sense")
     rows = []
     for length, three in grids.items():
-        same, other = apart[length] / largest
-        same_mean = same[:, gate_v:].mean().item()
-        other_mean = other[:, gate_v:].mean().item()
-        print(f"  {length:7s}{same_mean:21.4f}{other_mean:22.4f}")
         row = []
         for which, grid in zip(("A1", "A2", "B1"), three):
             row.append((f"{length} {which}", grid, palette))
-        row.append((f"|A1-A2| mean {same_mean:.4f}", same, ("Reds", 0, 1)))
-        row.append((f"|A1-B1| mean {other_mean:.4f}", other, ("Reds", 0, 1)))
+        for which, grid in zip(("|A1-A2|", "|A1-B1|"), apart[length] / largest):
+            difference = grid[:, gate_v:].mean().item()
+            row.append((f"{which} mean {difference:.4f}", grid, ("Reds", 0, 1)))
+            print(f"  {length:7s} {which} {difference:.4f}")
         rows.append(row)
     sample.draw(picture, rows, axes, gate_v)
 
 
-def draw_importance(file, found, label):
-    """A row for each run, blocks and inserted layers; below, the variance over a layer's heads."""
-    figure, grid = panels(len(found) + 1, 2, (9, 3.2 * (len(found) + 1)))
-    for column, kind in enumerate(("blocks", "inserted")):
-        last = grid[-1, column]
-        values = [v for kinds in found.values() for heads in kinds[kind] for v in heads]
-        for axes, (run, kinds) in zip(grid[:, column], found.items()):
-            if not kinds[kind]:
-                axes.set_axis_off()
-                continue
-            heat_map(figure, axes, kinds[kind], label, max(values),         # one scale for all runs
-                     title=f"{run}, {kind}", xlabel="head", ylabel="layer")
-            last.plot(kinds[f"{kind} variance"], "o-", label=run)
-            print(f"{run}, {kind}: importance, layer by layer: mean ± deviation of the heads")
-            print("  ", *(f"{mean(heads):.3g} ± {pvariance(heads) ** 0.5:.3g}"
-                         for heads in kinds[kind]), sep="  ")
-        last.set(title=f"variance over heads, {kind}", xlabel="layer", yscale="log")
-        whole_numbers(last.xaxis)
-    legend_below(figure, grid[-1, 0])
-    figure.savefig(file, dpi=120)
-
-
-def draw_slots(file, found, label):
-    """A row for each run: the share of dead slots of each head, and how unequal the others are."""
-    figure, grid = panels(len(found), 2, (9, 3.5 * len(found)))
-    for (left, right), (run, use) in zip(grid, found.items()):
-        print(f"{run}: slots that each head touches, of {use['slots']:,}, by {use['tokens']:,} "
-              "tokens")
-        if "silent" in use:
-            print(f"  loss {use['loss']:.4f}; {use['silent']:.4f} without the blocks, "
-                  f"{use['constant']:.4f} if each adds its mean, whatever the token")
-        for layer, touched in enumerate(use["touched"]):
-            print(f"  layer {layer}:", *(f"{n:6d}" for n in touched),
-                  f"   {use['dead in all heads'][layer]:.1%} dead in all heads")
-            shares = [share for share in use["ranked"][layer] if share > 0]
-            right.loglog(range(1, len(shares) + 1), shares, label=f"layer {layer}")
-        heat_map(figure, left, use["dead"], label, 1, title=run, xlabel="head",
-                 ylabel="inserted layer")
-        right.set(title="mean over heads", xlabel="slot, by rank",
-                  ylabel="share of a head's retrievals")
-        right.legend()
-    figure.savefig(file, dpi=120)
-
-
-def draw_parts(file, found, label):
-    """A panel for each run: bars of attention, FFN and memory for each layer."""
-    figure, grid = panels(len(found), 1, (8, 3 * len(found)))
-    titles = {"attn": "attention", "mlp": "FFN", "memory": "memory"}
-    for axes, (run, parts) in zip(grid[:, 0], found.items()):
-        print(f"{run}: loss {parts['loss']:.4f}; what is added to it, layer by layer, without")
-        for place, (name, title) in enumerate(titles.items()):
-            rises = {layer: rise for layer, rise in enumerate(parts[name]) if rise is not None}
-            if not rises:
-                continue
-            print(f"  {title:10}", *(f"{layer}: {rise:.4f}" for layer, rise in rises.items()),
-                  sep="  ")
-            places = [layer + 0.27 * (place - 1) for layer in rises]
-            axes.bar(places, list(rises.values()), 0.27, color=f"C{place}", label=title)
-        if parts["all memories"] is not None:
-            print(f"  all memories  {parts['all memories']:.4f}")
-        axes.set(title=f"{run}, loss {parts['loss']:.3f}", xlabel="layer, from 0", ylabel=label)
-        axes.set_yscale("symlog", linthresh=0.01)
-        whole_numbers(axes.xaxis)
-        axes.legend()
-    figure.savefig(file, dpi=120)
-
-
 # ---------------------------------------------------------------- the command
 
-ANALYSES = {
-    "entropy": (entropy, draw_layers, "Renyi entropy (nats)"),
-    "separability": (separability, draw_layers, "accuracy"),
-    "blimp": (probe_blimp, draw_layers, "accuracy"),
-    "router": (router_maps, draw_router, "share"),
-    "words": (word_gates, draw_words, ""),
-    "importance": (importance, draw_importance, "importance IS_h"),
-    "slots": (slots_and_losses, draw_slots, "share of dead slots"),
-    "retrieval": (retrieval, draw_retrieval, "validation loss (nats)"),
-    "rag": (rag, draw_retrieval, "validation loss (nats)"),
-    "parts": (part_losses, draw_parts, "loss without it, minus loss (nats)"),
+ANALYSES = {                    # what to compute, how to draw a run, in how many panels, of what
+    "entropy": (entropy, draw_layers, 2, "Renyi entropy (nats)"),
+    "separability": (separability, draw_layers, 2, "accuracy"),
+    "blimp": (probe_blimp, draw_layers, 2, "accuracy"),
+    "router": (router_maps, draw_router, 2, "share"),
+    "words": (word_gates, None, 0, ""),
+    "importance": (importance, draw_importance, 3, "importance IS_h"),
+    "slots": (slots_and_losses, draw_slots, 2, "share of dead slots"),
+    "retrieval": (retrieval, draw_losses, 1, "validation loss (nats)"),
+    "rag": (rag, draw_losses, 1, "validation loss (nats)"),
+    "parts": (part_losses, draw_parts, 1, "loss without it, minus loss (nats)"),
 }
 
 
@@ -761,22 +672,20 @@ def main(argv):
     need(len(commands) == 1 and commands[0] in ANALYSES and c.runs,
          f"give one of {', '.join(ANALYSES)} and --runs=FOLDER,FOLDER (--help tells more)")
     name = commands[0]
-    analyse, draw, label = ANALYSES[name]
+    analyse, *picture = ANALYSES[name]
     found = {}
     for path in c.runs.split(","):
         model, tok, ckpt = sample.load_model(path, c.device)
         folder = find_dataset(c.dataset) if c.dataset else Path(ckpt["data"]["folder"])
         c.dataset = str(folder)                                 # the first run's, for all
-        meta = load_meta(folder)
-        for key in ("tokenizer", "vocab_size"):
-            need(meta[key] == ckpt["data"][key], f"{path} was trained with another tokenizer than "
-                 f"{folder} ({key} {ckpt['data'][key]}): --dataset= names a folder")
+        need(load_meta(folder)["tokenizer"] == ckpt["data"]["tokenizer"], f"{path} was trained "
+             f"with another tokenizer than {folder}: --dataset= names a folder")
         found[path] = analyse(model, tok, folder, c)
-    first = Path(c.runs.split(",")[0])
-    target = Path(c.out or (first if first.is_dir() else first.parent))
-    target.mkdir(parents=True, exist_ok=True)
-    file = target / f"analysis_{name}.png"
-    draw(file, found, label)
+    file = Path(c.runs.split(",")[0], f"analysis_{name}.png")
+    if name == "words":
+        draw_words(file, found)
+    else:
+        draw_rows(file, found, *picture)
     file.with_suffix(".json").write_text(json.dumps(found))
     print(f"wrote {file} and .json")
 

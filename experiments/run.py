@@ -67,26 +67,18 @@ class Run:
 
 # ---------------------------------------------------------------- where a result comes from
 
-def plain(node):
-    """A syntax tree as nested lists without docstrings; ast.dump differs between Pythons."""
-    if isinstance(node, list):
-        return [plain(n) for n in node]
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = dict(ast.iter_fields(node))
-    may_have_docstring = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-    if may_have_docstring and ast.get_docstring(node, clean=False) is not None:
-        fields["body"] = node.body[1:]
-    parts = [[key, plain(value)] for key, value in fields.items() if value not in (None, [])]
-    return [type(node).__name__, *parts]
-
-
 def source_hash(model):
-    """8 hex digits over the code of model, kernels and trainer; comments do not count."""
-    trees = []
+    """8 hex digits over the code of model, kernels and trainer; comments and docstrings do not
+    count."""
+    code = []
     for file in (f"model_{model}.py", "kernels.py", "train.py"):
-        trees.append(plain(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
-    return hashlib.sha256(repr(trees).encode()).hexdigest()[:8]
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                if ast.get_docstring(node) is not None:
+                    del node.body[0]
+        code.append(ast.unparse(tree))
+    return hashlib.sha256(repr(code).encode()).hexdigest()[:8]
 
 
 def git(*command):
@@ -142,14 +134,12 @@ def check_names(exp, path):
             need(slug(start) in folders, f"{path}: {name!r} has init_from={start!r}, which must "
                  "name a variant above it, or @EXPERIMENT/VARIANT")
         folders.append(slug(name))
-    claimed = pairs(exp)
     names = [*exp.baseline, *exp.baseline.values()]
-    for a, b, column in claimed:
+    for a, b, column in pairs(exp):
         names += [a, b]
-        need(column in (exp.metric, *exp.also), f"{path}: a claim is about {column!r}, which is no "
-             f"column ({', '.join([exp.metric, *exp.also])})")
+        need(column in (exp.metric, *exp.also), f"{path}: {column!r} of a claim is no column")
     for name in names:
-        need(name in exp.variants, f"{path}: baseline or claims name {name!r}, which is no variant "
+        need(name in exp.variants, f"{path}: {name!r} of baseline or claims is no variant "
              f"({', '.join(exp.variants)})")
 
 
@@ -184,8 +174,7 @@ def prepared_data(exp, opt):
         print("$ python", *command, flush=True)
         code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
         need(code == 0, "the data could not be prepared (see above). Give the command after the $ "
-             "a --source=PATH of texts that you have, then run this one again; or --dataset=FOLDER "
-             "takes a data folder that is ready")
+             "a --source=PATH of texts that you have, or this one a --dataset=FOLDER")
     return folder[1]
 
 
@@ -385,10 +374,14 @@ def collect(exp, opt, runs, file, data_id=""):
     return present
 
 
+def results_file(exp, scale):
+    return ROOT / "experiments" / "results" / f"{exp.name}-{scale}.jsonl"
+
+
 def results_of(path, scale):
     """{variant: {seed: row}} of what the experiment file has run with its present settings."""
     exp = load_experiment(path, scale)
-    file = ROOT / "experiments" / "results" / f"{exp.name}-{scale}.jsonl"
+    file = results_file(exp, scale)
     rows = collect(exp, Options(scale=scale), [], file) if file.exists() else {}
     need(any(rows.values()), f"no results in {file.relative_to(ROOT)} yet: first "
          f"python train.py experiments/{exp.name}.py --scale={scale}")
@@ -474,14 +467,25 @@ def variant_line(exp, scale, rows, name):
     """A variant's line of the table: its own values, and what it has more than its baseline."""
     mine = rows[name]
     base = exp.baseline.get(name, name)
-    now = source_hash(settings(exp, scale, name)["model"])
-    old = any(row["source_hash"] != now for row in mine.values())
+    number = exp.variants[name].paper
+    gain = []
+    printed = []
+    if name != base:
+        gain = differences(exp.metric, rows, name, base)
+        printed = paper(exp, name, base)
+    columns = []
+    for column in (exp.metric, *exp.also):
+        columns.append(text([row[column] for row in mine.values() if row.get(column) is not None]))
+    title = name
     size = "-"
     flops = "-"
     times = []
+    now = source_hash(settings(exp, scale, name)["model"])
     for seed, row in mine.items():
-        other = rows[base].get(seed)
+        if row["source_hash"] != now:
+            title = f"{name} †"
         flops = f"{row['flops_per_token'] / 1e6:.1f}"
+        other = rows[base].get(seed)
         if other is None:
             continue
         total = row["params"]["total"]
@@ -489,28 +493,10 @@ def variant_line(exp, scale, rows, name):
         alike = all(row[key] == other[key] for key in ("device", "threads"))
         if alike and row["step_ms"] and other["step_ms"]:       # without steps there is no time
             times.append(row["step_ms"] / other["step_ms"])
-    also = []
-    for column in exp.also:
-        values = [row[column] for row in mine.values() if row.get(column) is not None]
-        also.append(text(values))
-    gain = []
-    printed = []
-    if name != base:
-        gain = differences(exp.metric, rows, name, base)
-        printed = paper(exp, name, base)
-    number = exp.variants[name].paper
     return line([
-        f"{name} †" if old else name,
-        size,
-        text([row[exp.metric] for row in mine.values()]),
-        text(gain, "+"),
-        "-" if number is None else f"{number:.5g}",
-        text(printed, "+"),
-        *also,
-        flops,
-        f"{mean(times):.2f}x" if times else "-",
-        str(len(mine)),
-    ])
+        title, size, columns[0], text(gain, "+"), "-" if number is None else f"{number:.5g}",
+        text(printed, "+"), *columns[1:], flops, f"{mean(times):.2f}x" if times else "-",
+        str(len(mine))])
 
 
 def claim_text(exp, a, b, column):
@@ -530,8 +516,9 @@ def table(exp, opt, rows):
     if exp.claims:
         lines += ["", *heading(CLAIM_HEAD)]
     for a, b, column in pairs(exp):
+        printed = paper(exp, a, b) if column == exp.metric else []
         lines.append(claim_line(claim_text(exp, a, b, column), differences(column, rows, a, b),
-                                paper(exp, a, b), trend(column, rows, a, b)))
+                                printed, trend(column, rows, a, b)))
     notes = "Mean ± standard deviation over seeds; differences are paired by seed."
     if any("†" in shown for shown in lines):
         notes += " † Older sources than the present ones."
@@ -592,12 +579,10 @@ def plot(exp, rows, file):
         axes.errorbar(mean(d), y, xerr=bar, fmt="o", color="C0", capsize=4)
         for printed in paper(exp, name, exp.baseline[name]):
             axes.plot(printed, y + 0.25, "D", color="C1", markersize=5)
-    axes.plot([], [], "o-", color="C0", label="here, one-sided 95%")
-    axes.plot([], [], "D", color="C1", label="paper")
     axes.axvline(0, color="grey", linewidth=1)
     axes.set(yticks=range(len(shown)), yticklabels=shown, ylim=(max(len(shown), 1) - 0.5, -0.5),
-             xlabel=f"{exp.metric} minus {exp.minus}", title=file.stem)
-    axes.legend()
+             xlabel=f"{exp.metric} minus {exp.minus}: one-sided 95%; diamonds: the paper's",
+             title=file.stem)
     figure.savefig(file, dpi=120)
 
 
@@ -613,7 +598,7 @@ def data_id_of(dataset):
 def main(path, argv, dataset=""):
     """Run the experiment file. -> exit code: 0; 1 if a run failed; 130 after Ctrl-C."""
     defaults = vars(Options())
-    if {"-h", "--help"} & set(argv):
+    if {"-h", "--help"} & {str(path), *argv}:
         print(__doc__, help_text(Path(__file__).read_text(encoding="utf-8"), defaults), sep="\n")
         return 0
     overrides, others = configure(argv, defaults)
@@ -621,7 +606,7 @@ def main(path, argv, dataset=""):
     opt = Options(**{"dataset": dataset, **overrides})
     need(opt.scale in ("cpu", "gpu"), f"--scale={opt.scale}: must be cpu or gpu")
     exp = load_experiment(path, opt.scale)
-    results = ROOT / "experiments" / "results" / f"{exp.name}-{opt.scale}.jsonl"
+    results = results_file(exp, opt.scale)
     runs = []
     code = 0
 
@@ -644,20 +629,16 @@ def main(path, argv, dataset=""):
             print(f"\nstopped; go on with: python train.py {shlex.join([str(path), *argv])}")
             code = 130
     plot(exp, report(), results.with_suffix(".png"))
-    print(f"\n{results.with_suffix('.md').read_text(encoding='utf-8')}")
-    print(f"{results.with_suffix('.md').relative_to(ROOT)}, .png and .jsonl")
+    print("", results.with_suffix(".md").read_text(encoding="utf-8"), results, sep="\n")
     return code
 
 
 if __name__ == "__main__":
     guard("run.py")
-    need(sys.argv[1:], "give an experiment: python experiments/run.py experiments/NAME.py "
-         "--scale=cpu; --help lists all options")
-    if sys.argv[1] in ("-h", "--help"):
-        main("", ["--help"])
-    elif sys.argv[1] == "claims":
+    first, *rest = sys.argv[1:] or ["--help"]
+    if first == "claims":
         file = ROOT / "experiments" / "results" / "claims.md"
         file.write_text(claims_table(), encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")
     else:
-        sys.exit(main(sys.argv[1], sys.argv[2:]))
+        sys.exit(main(first, rest))

@@ -293,16 +293,13 @@ def prosqa_sample(rng):
 
 def read_prosqa(path):
     """The samples of a published file, a JSON list, plain or .xz."""
-    reader = lzma.open if path.endswith(".xz") else open
     try:
-        with reader(path, "rt", encoding="utf-8") as file:
-            found = json.load(file)
+        found = json.loads(read_text(path))
     except (ValueError, EOFError, lzma.LZMAError) as error:     # these do not name the file
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    need(isinstance(found, list) and found, f"{path} must be a JSON list of samples")
     for n, sample in enumerate(found):
         for key in ("question", "answer", "steps"):
-            need(key in sample and sample[key], f"{path}, sample {n} has no {key!r}")
+            need(key in sample, f"{path}, sample {n} has no {key!r}")
     return found
 
 
@@ -458,10 +455,6 @@ def add_leaves(rows, c, folder):
     for row, path in zip(rows, tree.path([row["text"] for row in rows])):
         row["leaf"] = int(path[-1])
         row["agrees"] = (path == usual[row["domain"]]).tolist()
-    for new, form in ((False, "a form of the text"), (True, "a new form")):
-        agrees = [row["agrees"] for row in rows if row["new"] == new]
-        shares = ", ".join(f"{mean(level):.0%}" for level in zip(*agrees))
-        print(f"prompts in {form} on their domain's usual path, by level: {shares}")
 
 
 def write_questions(c, folder):
@@ -487,9 +480,11 @@ def recall(model, folder, leaf="", batch_size=64):
     -1 the generic memory, None no memory, or a list with each prompt's."""
     rows = read_jsonl(Path(folder) / "facts.jsonl")
     fetches = "leaf" in inspect.signature(model.forward).parameters and "leaf" in rows[0]
-    leaves = leaf if isinstance(leaf, list) else [leaf] * len(rows)
-    if leaf == "" and fetches:
+    leaves = leaf
+    if fetches and leaf == "":
         leaves = [row["leaf"] for row in rows]
+    if leaf == -1:
+        leaves = [-1] * len(rows)
     right = defaultdict(list)                                   # (new, mentions) -> right or not
     for n in range(0, len(rows), batch_size):
         part = rows[n:n + batch_size]
@@ -498,9 +493,8 @@ def recall(model, folder, leaf="", batch_size=64):
         idx = idx.to(next(model.parameters()).device)           # (B, T), padded on the right
         context = {}
         if fetches:
-            context["leaf"] = None
-            if leaf is not None:
-                context["leaf"] = torch.tensor(leaves[n:n + batch_size], device=idx.device)
+            some = leaves and torch.tensor(leaves[n:n + batch_size], device=idx.device)
+            context["leaf"] = some
         logits = model(idx, **context)[0]                       # (B, T, vocab)
         for row, at in zip(part, logits):
             options = at[len(row["prompt"]) - 1, row["options"]]
@@ -523,7 +517,6 @@ def old_domain(folder):
 def domains(c, folder):
     """Records of the new domain into folder -> settings for prepare(); the old domain's data
     folder is made here."""
-    need(c.prefix, "domains wants the beginning of the new domain's sources: --prefix=books/")
     old = {"train": [], "val": []}
     new = {"train": [], "val": []}
     for split, text, source in read_texts(source=c.source, topic_field="source"):
@@ -541,43 +534,52 @@ def domains(c, folder):
 
 
 @torch.no_grad()
-def retention(model, data, batch_size=16):
+def batched_loss(model, x, y, batch_size=16, **context):
+    """Mean nats of the targets of x, y (N, T). context: tensors with a row for each of x, or
+    None."""
+    device = next(model.parameters()).device
+    nats = 0.0
+    for n in range(0, len(x), batch_size):
+        part = slice(n, n + batch_size)
+        rows = {}
+        for key, value in context.items():
+            rows[key] = None if value is None else value[part].to(device)
+        loss = model(x[part].to(device), y[part].to(device), **rows)[1].item()
+        nats += loss * int((y[part] >= 0).sum())
+    return nats / int((y >= 0).sum())
+
+
+def retention(model, data):
     """{"retention_loss" (nats), "retention_bpb"} of the old domain's first held-out tokens; tokens
     without bytes are left out, as in train.py."""
     folder = old_domain(data.paths[0].parent)
-    device = next(model.parameters()).device
     old = TokenShards(folder, "val", data.block_size)
     token_bytes = torch.from_numpy(prepare_fineweb.load_token_bytes(folder))
-    n = min(max(1, 131072 // old.block_size), old.n_windows)
-    nats = 0.0
-    count = 0
-    size = 0
-    for first in range(0, n, batch_size):
-        x, y = old.batch(range(first, min(n, first + batch_size)))
-        size += int(token_bytes[y].sum())
-        y = y.masked_fill(token_bytes[y] == 0, -1)
-        here = int((y >= 0).sum())
-        nats += float(model(x.to(device), y.to(device))[1]) * here
-        count += here
-    return {"retention_loss": nats / count, "retention_bpb": nats / math.log(2) / size}
+    x, y = old.batch(range(min(131072 // old.block_size, old.n_windows)))
+    size = int(token_bytes[y].sum())
+    y = y.masked_fill(token_bytes[y] == 0, -1)
+    loss = batched_loss(model, x, y)
+    nats = loss * int((y >= 0).sum())
+    return {"retention_loss": loss, "retention_bpb": nats / math.log(2) / size}
 
 
 # ---------------------------------------------------------------- the data folder
 
-TASKS = {                       # its maker, and the settings that meta.json keeps
-    "arithmetic": (arithmetic, ("samples", "val_samples", "operands", "max_value")),
-    "prosqa": (prosqa, ("samples", "val_samples", "val", "tokenizer")),
-    "facts": (facts, ("source", "text_chars", "per_bucket", "clusters")),
-    "domains": (domains, ("source", "prefix")),
-}
+TASKS = {"arithmetic": arithmetic, "prosqa": prosqa, "facts": facts, "domains": domains}
 
 
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def read_text(path):
+    reader = lzma.open if str(path).endswith(".xz") else open
+    with reader(path, "rt", encoding="utf-8") as file:
+        return file.read()
+
+
 def read_jsonl(path):
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in read_text(path).split("\n") if line]
 
 
 def save_records(folder, splits):
@@ -589,18 +591,15 @@ def save_records(folder, splits):
 def write_task(name, c):
     """Records, and from them a data folder whose meta.json says what task it is, which makes
     train.py measure the accuracy."""
-    maker, keys = TASKS[name]
     folder = Path(c.out or f"data/{name}")
-    need(c.samples > 0 and c.val_samples > 0,
-         f"samples={c.samples}, val_samples={c.val_samples}: both must be at least 1")
     need(c.overwrite or not folder.exists(),
          f"{folder} is there already: --overwrite=True writes it anew, --out= elsewhere")
     records = folder.with_name(folder.name + "_records")
-    prepare(source=records, out=folder, overwrite=True, **maker(c, records))
+    prepare(source=records, out=folder, overwrite=True, **TASKS[name](c, records))
     if name == "facts":
         write_questions(c, folder)
     meta = json.loads((folder / "meta.json").read_text())
-    meta["task"] = {"name": name, "seed": c.seed, **{key: getattr(c, key) for key in keys}}
+    meta["task"] = {"name": name, **vars(c)}
     if name == "domains":                                       # called alike: it is the same
         meta["tokenizer"] = load_meta(old_domain(folder))["tokenizer"]
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
@@ -609,27 +608,13 @@ def write_task(name, c):
 # ---------------------------------------------------------------- accuracy
 
 @torch.inference_mode()
-def score(model, prompts, answers, batch_size=16, **context):
-    """Two lists of lists of token ids -> (N,) float32: the log-probability (nats) of each answer
-    after its prompt, summed over its tokens. context: tensors with a row for each prompt."""
+def score(model, prompt, answer):
+    """The log-probability (nats) of an answer's token ids after a prompt's."""
     device = next(model.parameters()).device
-    sums = []
-    for first in range(0, len(prompts), batch_size):
-        some = slice(first, first + batch_size)
-        pairs = list(zip(prompts[some], answers[some]))
-        longest_pair = max(len(p) + len(a) for p, a in pairs)
-        idx = torch.zeros(len(pairs), longest_pair - 1, dtype=torch.long)   # padded on the right,
-        targets = torch.full_like(idx, -1)                      # where a causal model never looks
-        for row, (p, a) in enumerate(pairs):
-            end = len(p) + len(a) - 1
-            idx[row, :end] = torch.tensor((p + a)[:-1])
-            targets[row, len(p) - 1:end] = torch.tensor(a)
-        rows = {key: value[some].to(device) for key, value in context.items()}
-        logits = model(idx.to(device), **rows)[0].float()       # (B, T, vocab)
-        nats = F.cross_entropy(logits.transpose(1, 2), targets.to(device), ignore_index=-1,
-                               reduction="none")
-        sums.append(-nats.sum(1).cpu())
-    return torch.cat(sums)
+    targets = [-1] * (len(prompt) - 1) + answer
+    idx = torch.tensor([prompt + answer[:-1]], device=device)
+    loss = model(idx, torch.tensor([targets], device=device))[1]    # the mean over the answer
+    return -loss.item() * len(answer)
 
 
 def answer_greedy(model, prompts, max_new_tokens, eot, batch_size=64):
@@ -697,19 +682,17 @@ def print_accuracy(c):
 
 
 def plot_curves(path):
-    """An experiment's accuracies at each evaluation: a seed thin, a variant's mean thick."""
+    """An experiment's accuracy at each evaluation, a variant's mean over its seeds."""
     from matplotlib.figure import Figure
-    curves = defaultdict(list)                                  # variant -> {step: accuracy} a seed
+    curves = defaultdict(lambda: defaultdict(list))             # variant -> step -> accuracies
     for row in read_jsonl(path):
-        curves[row["variant"]].append({at["step"]: at["accuracy"] for at in row["curve"]})
+        for at in row["curve"]:
+            curves[row["variant"]][at["step"]].append(at["accuracy"])
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()
-    for n, (name, seeds) in enumerate(curves.items()):
-        steps = sorted(set.intersection(*map(set, seeds)))
-        for curve in seeds:
-            axes.plot(steps, [curve[step] for step in steps], color=f"C{n}", lw=0.7, alpha=0.6)
-        means = [mean(curve[step] for curve in seeds) for step in steps]
-        axes.plot(steps, means, "o-", color=f"C{n}", label=name)
+    for name, steps in curves.items():
+        means = [mean(accuracies) for accuracies in steps.values()]
+        axes.plot(list(steps), means, "o-", label=name)
         print(f"{name:20}", *(f"{step}: {value:.3f}" for step, value in zip(steps, means)))
     axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1.03), title=Path(path).stem)
     axes.legend()
