@@ -4318,7 +4318,7 @@ def test_ddp_sees_the_model_before_the_compiler_does():
 
 def test_schedules(tiny, tmp_path):
     lrs = {}
-    for flags in (["--schedule=wsd", "--warmdown=0.5", "--warmup_iters=0", "--min_lr=0.001"],
+    for flags in (["--schedule=wsd", "--warmdown=0.5", "--warmup=0", "--min_lr=0.001"],
                   ["--schedule=cosine", "--warmup=0.25"]):
         tiny("--max_iters=8", "--learning_rate=0.01", "--optimizer=adamw", *flags)
         lrs[flags[0]] = [log_of(tmp_path, "lr")[step] for step in range(1, 9)]
@@ -4606,7 +4606,7 @@ BAD_FLAGS = [
     (["--max_iters=9999999999999"], "max_iters=9999999999999: must be at most"),
     (["--eval_interval=0"], "eval_interval=0"), (["--eval_tokens=-2"], "eval_tokens=-2"),
     (["--depth=100000"], "depth=100000: must be at most 1000"), (["--depth=0"], "depth=0"),
-    (["--warmup_iters=-2"], "warmup_iters=-2"), (["--skip_steps=-1"], "skip_steps=-1"),
+    (["--warmup=-1"], "warmup=-1.0: must be from 0 to 1"), (["--skip_steps=-1"], "skip_steps=-1"),
     (["--vocab_size=100000000000"], "choose a smaller model"),
 ]
 

@@ -38,11 +38,11 @@ from prepare_fineweb import (ConfigError, TokenShards, configure, find_dataset, 
 if __name__ == "__main__":
     guard("train.py")
 
-import datetime
 import json
 import math
 import os
 import platform
+import resource
 import runpy
 import sys
 import time
@@ -74,10 +74,9 @@ skip_steps = 0              # batches to pass over: those of an earlier phase on
 max_iters = -1              # 128 | about 10 tokens per dense parameter, at most 4 epochs
 optimizer = ""              # muon | adamw: RECIPE's first; muon works for all: without a recipe for
 muon_lr = 0.02              # it the Linear layers but the head go to Muon at this rate
-learning_rate = -1.0        # RECIPE
+learning_rate = 1e-3        # RECIPE
 min_lr = 0.0                # where the schedule ends
-schedule = ""               # wsd (constant, then down linearly) | cosine: RECIPE, else cosine
-warmup_iters = -1           # RECIPE, else the fraction warmup of max_iters
+schedule = "cosine"         # cosine | wsd (constant, then down linearly); RECIPE
 warmup = 0.02               # fraction of the run over which the rate rises; RECIPE
 warmdown = 0.4              # wsd: fraction of the run over which the rate falls
 weight_decay = 0.1          # RECIPE
@@ -95,8 +94,8 @@ dtype = ""                  # float32 | bfloat16: autocast; "": bfloat16 where t
 compile = -1                # 0 | 1: torch.compile
 dry_run = False             # print parameters, FLOPs and memory, and stop
 # ----------------------------------------------------------------
-NUMBERS_AND_TEXTS = (int, float, bool, str)
-defaults = {k: v for k, v in globals().items() if type(v) in NUMBERS_AND_TEXTS and k[0] != "_"}
+KINDS = (int, float, bool, str)
+defaults = {k: v for k, v in globals().items() if type(v) in KINDS and k[0] != "_"}
 AT_LEAST_ONE = ("depth", "block_size", "batch_size", "batch_tokens", "eval_interval", "eval_tokens",
                 "log_interval")                    # the other numbers may be 0, none is negative
 AT_MOST = dict(depth=1000, compile=1, warmup=1, warmdown=1, beta1=0.999999, beta2=0.999999)
@@ -104,48 +103,27 @@ FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_token
 OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "loss.png", "tokenizer.json")
 
 
-def run_file(path):
-    """The assignments of a config file; ConfigError names the line of what is wrong in it."""
+def flags_of(path):
+    """A config file's assignments as flags; a file with `variants` is an experiment, and runs."""
     need(Path(path).is_file(), f"no config file {path} (options are written --key=value)")
     try:
-        return runpy.run_path(path)
+        settings = runpy.run_path(path)
+    except SyntaxError:                            # says itself where it is
+        raise
     except Exception as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-        line = lines[-1] if lines else getattr(error, "lineno", 1)
-        message = f"{path}, line {line}: {type(error).__name__}: {error}"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{place.filename}, line {place.lineno}: {type(error).__name__}: {error}"
         raise ConfigError(message) from None
-
-
-def read_flags(argv):
-    """argv -> (the model's module, what was given of the globals, and of its Config)."""
-    files = [argument for argument in argv if not argument.startswith("-")]
-    rest = [argument for argument in argv if argument.startswith("-")]
-    flags = []
-    for path in files:
-        settings = run_file(path)
-        if "variants" in settings:
-            from experiments.run import main
-            sys.exit(main(path, rest))
-        flags += [f"--{key}={value}" for key, value in settings.items()
-                  if type(value) in NUMBERS_AND_TEXTS and not key.startswith("_")]
-    flags += rest
-    names = [flag.removeprefix("--model=") for flag in flags if flag.startswith("--model=")]
-    module = load_module(names[-1] if names else model)
-    fields = {name: f.default for name, f in module.Config.__dataclass_fields__.items()}
-    if "-h" in argv or "--help" in argv:
-        print(__doc__ + "\n" + help_text(Path(__file__).read_text(), defaults))
-        print(f"\nfields of {module.__name__}.py's Config:")
-        print(help_text(Path(module.__file__).read_text(), fields))
-        sys.exit(0)
-    both, _ = configure(flags, {**fields, **defaults})
-    given = {key: value for key, value in both.items() if key in defaults}
-    overrides = {key: value for key, value in both.items() if key not in defaults}
-    return module, given, overrides
+    if "variants" in settings:
+        from experiments.run import main
+        sys.exit(main(path, options))
+    return [f"--{key}={value}" for key, value in settings.items()
+            if type(value) in KINDS and key[0] != "_"]
 
 
 def pick_dtype():
     """(bfloat16 where the hardware multiplies it, else float32; why)"""
-    if device.startswith("cuda"):
+    if gpu:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return "bfloat16", "this GPU has it"
         return "float32", "this GPU has no bfloat16"
@@ -158,9 +136,9 @@ def pick_dtype():
 
 def automatic(value, cpu, cuda):
     """The value that was given, or the one for this kind of device."""
-    if value in (-1, ""):
-        return cuda if gpu else cpu
-    return value
+    if value != -1:
+        return value
+    return cuda if gpu else cpu
 
 
 def configured(**fields):
@@ -173,8 +151,21 @@ def configured(**fields):
 
 
 # ---------------------------------------------------------------- what was asked for
-module, given, overrides = read_flags(sys.argv[1:])
+options = [argument for argument in sys.argv[1:] if argument.startswith("-")]
+files = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+flags = sum(map(flags_of, files), []) + options
+names = [flag.removeprefix("--model=") for flag in flags if flag.startswith("--model=")]
+module = load_module([model, *names][-1])
+fields = {name: f.default for name, f in module.Config.__dataclass_fields__.items()}
+if {"-h", "--help"} & set(options):
+    print(__doc__ + "\n" + help_text(Path(__file__).read_text(), defaults))
+    print(f"\nfields of {module.__name__}.py's Config:")
+    print(help_text(Path(module.__file__).read_text(), fields))
+    sys.exit(0)
+given, _ = configure(flags, {**fields, **defaults})
+overrides = {key: given.pop(key) for key in given.keys() - defaults.keys()}    # Config's
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
 recipes = module.RECIPE
 optimizer = given.get("optimizer") or next(iter(recipes))
 need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}.py has recipes "
@@ -182,12 +173,10 @@ need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}
 recipe = recipes.get(optimizer, recipes.get("adamw", {}))
 globals().update({**recipe, **given, "model": module.__name__[6:], "optimizer": optimizer})
 for key, default in defaults.items():
-    value, low = globals()[key], int(key in AT_LEAST_ONE)
-    high = AT_MOST.get(key, 10 ** 40 if type(default) is float else 10 ** 12)
-    if type(default) in (int, float) and not value == default == -1:
-        need(value >= low, f"{key}={value}: must be at least {low}")
-        need(value <= high, f"{key}={value}: must be at most {high}")
-need(schedule in ("", "cosine", "wsd"), f"schedule={schedule}: choose cosine or wsd")
+    value, low, high = globals()[key], int(key in AT_LEAST_ONE), AT_MOST.get(key, 10 ** 12)
+    if type(default) in (int, float) and value != default:
+        need(low <= value <= high, f"{key}={value}: must be from {low} to {high}")
+need(schedule in ("cosine", "wsd"), f"schedule={schedule}: choose cosine or wsd")
 need(dtype in ("", "float32", "bfloat16"), f"dtype={dtype}: choose float32 or bfloat16")
 need(not preset or depth == -1, "preset and depth: give one of them")
 
@@ -209,22 +198,17 @@ out_dir = out_dir or f"out/{model}-{preset or f'd{depth}'}{'-dense' if dense els
 out, locked = Path(out_dir), None
 resume = init_from == "resume"
 if master and not dry_run and (out.exists() or not resume):
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        locked = lock(out)                         # until the process ends, however that is
-    except OSError as error:
-        raise ConfigError(f"out_dir={out_dir} cannot be written to, {error.strerror}: give another "
-                          "--out_dir=") from None
+    out.mkdir(parents=True, exist_ok=True)
+    locked = lock(out)                             # until the process ends, however that is
 
 ckpt = None
 if resume:                                         # the run that stopped decides
     ckpt = load_checkpoint(out)
     saved = {**ckpt["config"], **ckpt["model_config"]}
-    for key, value in {**given, **overrides}.items():
+    for key, value in {**given, **overrides, "model": model}.items():
         same = value in (-1, "", saved.get(key)) or key in defaults and key not in FIXED
-        need(same, f"{key}={value}: the checkpoint has {key}={saved.get(key)}; leave {key} out, or "
-             "start from scratch")
-    need(saved["model"] == model, f"{out}/ckpt.pt is another model's: add --model={saved['model']}")
+        need(same, f"{key}={value}: the checkpoint has {key}={saved.get(key)}; give that, or start "
+             "from scratch")
     assemble(out, ckpt)                            # or model_NAME.py has changed since
     here = {"out_dir", "init_from", "device", *given}
     globals().update({key: saved[key] for key in defaults if key in saved and key not in here})
@@ -238,11 +222,10 @@ tok = token_bytes = None
 if dataset or not dry_run:
     folder = find_dataset(dataset)
     meta, dataset = load_meta(folder), str(folder)
-known = {key: meta[key] for key in module.Config.__dataclass_fields__ if key in meta}
-known.pop("vocab_size")                            # what the data says of the model, such as eot
+fields = {key: meta[key] for key in fields if key in meta and key != "vocab_size"}    # eot, say
 if block_size != -1:
-    known["block_size"] = block_size
-fields = {**known, **overrides}
+    fields["block_size"] = block_size
+fields |= overrides
 if dense:
     clash = sorted(module.DENSE.keys() & overrides.keys())
     need(not clash, f"dense and {', '.join(clash)}: dense=True sets it; give one of them")
@@ -256,15 +239,10 @@ elif init_from == "scratch":
     size = automatic(-1, 256, 1024)
     model_config = configured(**{"block_size": size, "vocab_size": meta["vocab_size"], **fields})
 else:
-    source = Path(init_from).resolve()
-    need(out.resolve() not in (source, source.parent),
-         f"out_dir={out_dir} is where init_from's checkpoint lies: give another --out_dir")
+    if preset or "depth" in given:
+        fields |= dict(n_layer=configured().n_layer, n_embd=configured().n_embd)
     ckpt = load_start(init_from, module, fields)
     model_config = module.Config(**ckpt["model_config"])
-    for key in ("n_layer", "n_embd"):
-        asked, found = getattr(configured(), key), getattr(model_config, key)
-        need(asked == found or not (preset or "depth" in given),
-             f"depth={depth} {preset}: {init_from} has {key}={found}; leave depth and preset out")
 need(model_config.vocab_size >= meta["vocab_size"] or not folder,
      f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
 block_size = model_config.block_size
@@ -280,20 +258,15 @@ why = "as asked for"
 if not dtype:
     dtype, why = pick_dtype()
 compile = automatic(compile, 0, 1)
-learning_rate = automatic(learning_rate, 1e-3, 1e-3)
-schedule = schedule or "cosine"
 eval_tokens = automatic(eval_tokens, 16384, 10485760)
-batch_size = automatic(batch_size, 8, 32)
-if batch_tokens == -1:                             # about so many: whole micro-batches
-    mine = max(1, automatic(-1, 1024, 131072) // (block_size * world))
-    batch_tokens = (mine - mine % min(mine, batch_size)) * block_size * world
-processes = f" x {world} processes" if world > 1 else ""
-need(batch_tokens % (block_size * world) == 0,
-     f"batch_tokens={batch_tokens}: must be a multiple of block_size={block_size}{processes}")
-rows = batch_tokens // block_size                  # of a step; rows // world of one process
-while rows // world % min(batch_size, rows // world):
+if batch_tokens == -1:                             # about so many
+    batch_tokens = max(1, automatic(-1, 1024, 131072) // (block_size * world)) * block_size * world
+need(batch_tokens % (block_size * world) == 0, f"batch_tokens={batch_tokens}: must be a multiple "
+     f"of block_size={block_size}, and with it of {world} processes")
+rows = batch_tokens // block_size                  # sequences of a step, of all processes
+batch_size = min(automatic(batch_size, 8, 32), rows // world)
+while rows // world % batch_size:
     batch_size -= 1                                # the micro-batch divides a process's rows
-batch_size = min(batch_size, rows // world)
 
 torch.manual_seed(seed)
 with torch.device("meta"):                         # no memory and no time yet
@@ -303,23 +276,15 @@ if max_iters == -1:
     max_iters = 128
     if gpu and folder and not dry_run:
         max_iters = int(min(10 * flops / 6, 4 * train_data.n_tokens) // batch_tokens)
-if warmup_iters == -1:
-    warmup_iters = round(warmup * max_iters)
+warmup_iters = round(warmup * max_iters)
 if eval_interval == -1:
     eval_interval = max(1, max_iters // automatic(-1, 4, 20))
 config = {key: globals()[key] for key in defaults}
 
 
-def show(text, live=False):
-    """A line; on a terminal a live one, cut to 79 columns, is overwritten by the next."""
-    if not master:
-        return
-    if not sys.stdout.isatty():
-        print(text[:79] if live else text, flush=True)
-    elif live:
-        print("\r\033[K" + text[:79], end="", flush=True)
-    else:
-        print("\r\033[K" + text, flush=True)
+def show(text):
+    if master:
+        print(text, flush=True)
 
 
 show(f"{model_config}")
@@ -332,15 +297,14 @@ show(f"{device}, {dtype} ({why})")
 if dry_run:
     for name, p in raw.named_parameters():
         show(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")
-    show(f"about {16 * counts['total'] / 2 ** 30:.2f} GiB for parameters, gradients and Adam's "
-         "moments, and the activations on top")
+memory = 12 * counts["total"]
+show(f"{memory / 2 ** 30:.2f} GiB for weights and Adam's moments; gradients and activations on top")
+if dry_run:
     sys.exit(0)
-
-if device == "cpu" and hasattr(os, "sysconf"):     # Linux would kill the process without a word
+if device == "cpu":                                # Linux would kill the process without a word
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    need(12 * counts["total"] < there, f"{counts['total']:,} parameters want "
-         f"{12 * counts['total'] / 2 ** 30:.0f} GiB with Adam's moments, this machine has "
-         f"{there / 2 ** 30:.0f}: choose a smaller model")
+    need(memory < there, f"{memory / 2 ** 30:.0f} GiB of {there / 2 ** 30:.0f}: choose a smaller "
+         "model")
 raw.to_empty(device=device)
 raw.init_weights()
 
@@ -364,38 +328,30 @@ def param_groups():
     return groups
 
 
-def make_optimizer(kind, groups):
-    betas = (beta1, beta2)
-    if kind == "adamw":
-        return torch.optim.AdamW(groups, betas=betas, fused=device != "mps")
-    if kind == "muon":
-        return torch.optim.Muon(groups, momentum=0.95, nesterov=True)
-    for group in groups:                           # row-sparse gradients
-        for p in group["params"]:
-            keep_coalesced(p)
-    if kind == "sparse":
-        return LazyAdam(groups, betas=betas)
-    return RowAdamW(groups, betas=betas)
-
-
 optimizers, sparse = [], set()
+betas = (beta1, beta2)
 asked = [{**group, "base_lr": group["lr"], "base_decay": group["weight_decay"]}
          for group in param_groups() if group["params"]]
 for kind in ("adamw", "muon", "sparse", "rows"):
     groups = [group for group in asked if group["kind"] == kind]
-    if groups:
-        optimizers.append(make_optimizer(kind, groups))
-    if kind in ("sparse", "rows"):
+    if not groups:
+        continue
+    if kind == "adamw":
+        optimizers.append(torch.optim.AdamW(groups, betas=betas, fused=True))
+    elif kind == "muon":
+        optimizers.append(torch.optim.Muon(groups, momentum=0.95, nesterov=True))
+    else:                                          # row-sparse gradients
         sparse.update(p for group in groups for p in group["params"])
+        row_wise = LazyAdam if kind == "sparse" else RowAdamW
+        optimizers.append(row_wise(groups, betas=betas))
+for p in sparse:
+    keep_coalesced(p)
 
 step = 0
 log = []                                           # the lines of log.jsonl
 progress = {"val_loss": None, "val_bpb": None, "train_seconds": 0.0}
 if ckpt:
-    new = raw.state_dict().keys() - ckpt["model"].keys()      # what start() has left out
-    if new:
-        show(f"{len(new)} tensors are new and start from random: {', '.join(sorted(new)[:3])}")
-    raw.load_state_dict({**raw.state_dict(), **ckpt["model"]})
+    raw.load_state_dict({**raw.state_dict(), **ckpt["model"]})         # start() may leave some out
 if resume:
     for o, state in zip(optimizers, ckpt["optimizers"]):
         o.load_state_dict(state)
@@ -436,21 +392,18 @@ def fetch(step):
     return *train_data.batch(windows), context
 
 
-def on_device(context):
-    return {key: value.to(device) for key, value in context.items()}
-
-
 def forward_backward(x, y, context):
     """One optimizer step's gradients: micro-batches of batch_size sequences, each weighted by its
     share of the targets, so that the gradient is that of the mean over the whole batch. Returns the
     batch's loss as a tensor."""
-    targets, total = over_processes((y >= 0).sum()).clamp(min=1).item(), 0.0
+    targets = over_processes((y >= 0).sum()).clamp(min=1).item()
+    total = 0.0
     for first in range(0, len(x), batch_size):
         part = slice(first, first + batch_size)
         if parallel is not None:
             parallel.require_backward_grad_sync = first + batch_size >= len(x)
         share = (y[part] >= 0).sum().item() / targets
-        extra = on_device({key: value[part] for key, value in context.items()})
+        extra = {key: value[part].to(device) for key, value in context.items()}
         with autocast:
             loss = net(x[part].to(device), y[part].to(device), **extra)[1] * share
         (loss * world).backward()                  # DDP takes the mean over processes
@@ -515,22 +468,22 @@ def evaluate():
     n = min(max(1, eval_tokens // block_size), val_data.n_windows)
     sums = torch.zeros(3, dtype=torch.float64)     # nats, targets, bytes
     for first in range(rank * batch_size, n, batch_size * world):
-        windows, size = range(first, min(n, first + batch_size)), 0
+        windows = range(first, min(n, first + batch_size))
         x, y = val_data.batch(windows)
+        lengths = torch.zeros(1)
         if token_bytes is not None:
             lengths = torch.from_numpy(token_bytes)[y.clamp(min=0)].masked_fill(y < 0, 0)
-            y, size = y.masked_fill(lengths == 0, -1), lengths.sum().item()
+            y = y.masked_fill(lengths == 0, -1)
         context = val_data.context(windows)
         wanted = raw.training_context(context, seed, windows)      # as it is, nothing drawn
-        context = on_device({key: context[key] for key in wanted})
+        context = {key: context[key].to(device) for key in wanted}
         with autocast:
             loss = forward(x.to(device), y.to(device), **context)[1].item()
         targets = (y >= 0).sum().item()
-        sums += torch.tensor([loss * targets, targets, size], dtype=torch.float64)
+        sums += torch.tensor([loss * targets, targets, lengths.sum()], dtype=torch.float64)
     nats, targets, size = over_processes(sums).tolist()
-    values = {"val_loss": nats / max(targets, 1), "val_bpb": None}
-    if size:
-        values["val_bpb"] = nats / math.log(2) / size
+    bpb = nats / math.log(2) / size if size else None
+    values = {"val_loss": nats / max(targets, 1), "val_bpb": bpb}
     if "task" in meta and master:
         from experiments.tasks import accuracy
         with autocast:
@@ -543,19 +496,8 @@ def evaluate():
 
 
 def must_be_finite(value, what):
-    there = (out / "ckpt.pt").exists()
-    last = f"; {out}/ckpt.pt holds the last good state" if there else ""
     need(math.isfinite(value), f"{what} is not a number; try a learning_rate below "
-         f"{learning_rate:g}, or grad_clip=1{last}")
-
-
-def check_losses():
-    """Of the steps since the last look."""
-    for n, loss in losses:
-        first = (skip_steps + n - 1) * rows
-        where = f"rows {first} to {first + rows - 1} of the data order"
-        must_be_finite(loss.item(), f"the loss of step {n}, {where},")
-    losses.clear()
+         f"{learning_rate:g}, or grad_clip=1 ({out}/ckpt.pt is the last good state, if there)")
 
 
 def begin_output():
@@ -581,7 +523,7 @@ def log_line(**values):
             file.write(json.dumps(values) + "\n")
 
 
-def save(text):
+def save():
     """The checkpoint; never one whose weights are not finite: the earlier one stays."""
     for name, p in raw.named_parameters():
         must_be_finite(p.detach().sum().item(), f"{name} after step {step}")
@@ -591,18 +533,7 @@ def save(text):
             "optimizers": [o.state_dict() for o in optimizers], "rng": torch.get_rng_state(),
             "config": config, "model_config": dict(vars(model_config)), "train": progress,
             "data": {**meta, "folder": str(folder)}})
-    show(f"{text} | saved {out}/ckpt.pt")
-
-
-def describe(values):
-    """What an evaluation says in the log."""
-    text = f"val {values['val_loss']:.4f} bpb n/a"
-    if values["val_bpb"] is not None:
-        text = f"val {values['val_loss']:.4f} bpb {values['val_bpb']:.4f}"
-    for key in ("accuracy", "recall"):
-        if key in values:
-            text += f" {key} {values[key]:.3f}"
-    return text
+    show(f"{step:5}/{max_iters} saved {out}/ckpt.pt")
 
 
 def clock(seconds):
@@ -613,23 +544,12 @@ def peak_memory():
     """Bytes: the most that the GPU's allocator held, or else the process's resident set."""
     if gpu:
         return torch.cuda.max_memory_allocated()
-    import resource
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def usage(pace):
-    """" mfu 41% 11.2G" at so many tokens/s: on an H100 FLOP/s as a share of its dense bf16 peak,
-    989e12 by the data sheet, and peak memory."""
-    text = f" {peak_memory() / 2 ** 30:.1f}G"
-    if gpu and any(name in torch.cuda.get_device_name() for name in ("H100", "H200")):
-        text = f" mfu {flops * pace / world / 989e10:.0f}%{text}"
-    return text
-
-
 # ---------------------------------------------------------------- the run
 first_step, step_times = step, []
-losses = []                                        # (step, loss) since the last line
 stop = []                                          # the signals that came
 
 
@@ -651,7 +571,6 @@ def leave(message=""):
         dist.barrier()                             # nobody leaves while another works on
         dist.destroy_process_group()
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(1 if message else 0)
     if message:
         sys.exit(message)
@@ -662,55 +581,44 @@ for number in (signal.SIGINT, signal.SIGTERM):
 if resume and master:
     show(f"resumed {out}/ckpt.pt at step {step} of {max_iters}")
     begin_output()
-try:
-    batch = fetch(step) if step < max_iters else None
-    if compile and batch:                          # before the clock runs: gradients, thrown away
-        forward_backward(*batch)
-        raw.zero_grad(set_to_none=True)
-    while True:
-        due = step % eval_interval == 0 or step == max_iters
-        if due and not (resume and step == first_step):
-            values = evaluate()
-            must_be_finite(values["val_loss"], f"the validation loss after step {step}")
-            if master and step == first_step:
-                begin_output()
-            progress |= values
-            log_line(step=step, **values, train_seconds=progress["train_seconds"])
-            trained = clock(progress["train_seconds"])
-            text = f"{step:5}/{max_iters} {describe(values)} | trained {trained}"
-            if step:
-                save(text)
-            else:
-                show(text)
-        if over_processes(torch.tensor(len(stop))) > 0:        # all end after the same step
-            save(f"{step:5}/{max_iters} interrupted")
-            leave(f"train.py: stopped; go on with: python train.py --model={model} "
-                  f"--out_dir={out} --init_from=resume")
-        if step == max_iters:
-            break
-        start = time.perf_counter()
-        logged = (step + 1) % log_interval == 0 or step + 1 == max_iters
-        following = fetch(step + 1) if step + 1 < max_iters else None
-        loss, norm = train_step(batch, step, logged)
-        step, batch = step + 1, following
-        losses.append((step, loss))
-        step_times.append(time.perf_counter() - start)
-        progress["train_seconds"] += step_times[-1]
-        if logged:
-            pace = batch_tokens / median(step_times[-50:])
-            lr = learning_rate * schedule_factor(step - 1)
-            check_losses()
-            log_line(step=step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
-                     tokens=step * batch_tokens, tokens_per_second=pace)
-            eta = clock((max_iters - step) * batch_tokens / pace)
-            show(f"{step:5}/{max_iters} loss {loss.item():.4f} lr {lr:.1e} |g| {norm.item():.2f} "
-                 f"{pace / 1e3:.1f}k tok/s{usage(pace)} eta {eta}", live=True)
-except RuntimeError as error:
-    memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-    smaller = max(1, batch_size // 2)
-    need(not memory, f"out of memory with batch_size={batch_size}: try --batch_size={smaller}; "
-         "accumulation makes up for it")
-    raise
+if compile:                                        # before the clock runs: gradients, thrown away
+    forward_backward(*fetch(step))
+    raw.zero_grad(set_to_none=True)
+while True:
+    due = step % eval_interval == 0 or step == max_iters
+    if due and not (resume and step == first_step):
+        values = evaluate()
+        must_be_finite(values["val_loss"], f"the validation loss after step {step}")
+        if master and step == first_step:
+            begin_output()
+        progress |= values
+        log_line(step=step, **values, train_seconds=progress["train_seconds"])
+        shown = [f"{key} {value:.4f}" for key, value in values.items() if value is not None]
+        show(f"{step:5}/{max_iters} {' '.join(shown[:3])} | trained "
+             f"{clock(progress['train_seconds'])}")
+        if step:
+            save()
+    if over_processes(torch.tensor(len(stop))) > 0:            # all end after the same step
+        save()
+        leave(f"train.py: stopped; go on with: python train.py --model={model} --out_dir={out} "
+              "--init_from=resume")
+    if step == max_iters:
+        break
+    start = time.perf_counter()
+    logged = (step + 1) % log_interval == 0 or step + 1 == max_iters
+    loss, norm = train_step(fetch(step), step, logged)
+    step += 1
+    step_times.append(time.perf_counter() - start)
+    progress["train_seconds"] += step_times[-1]
+    if logged:
+        must_be_finite(loss.item(), f"the loss of step {step}")
+        pace = batch_tokens / median(step_times[-50:])
+        lr = learning_rate * schedule_factor(step - 1)
+        log_line(step=step, loss=loss.item(), lr=lr, grad_norm=norm.item(),
+                 tokens_per_second=pace)
+        show(f"{step:5}/{max_iters} loss {loss.item():.4f} lr {lr:.1e} |g| {norm.item():.2f} "
+             f"{pace / 1e3:.1f}k tok/s {peak_memory() / 2 ** 30:.1f}G eta "
+             f"{clock((max_iters - step) * batch_tokens / pace)}")
 
 # ---------------------------------------------------------------- the end: result, picture, sample
 
@@ -720,39 +628,34 @@ def plot_losses():
     from matplotlib.figure import Figure
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()
-    for key, style in (("loss", "C0-"), ("val_loss", "C3o-")):
+    for key in ("loss", "val_loss"):
         rows = [row for row in log if key in row]
-        axes.plot([row["step"] for row in rows], [row[key] for row in rows], style, label=key)
-    axes.set(xlabel="step", ylabel="nats per token", title=f"model_{model}.py on {folder.name}")
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], label=key)
+    axes.set(xlabel="step", ylabel="nats per token")
     axes.legend()
-    figure.savefig(out / "loss.png", dpi=100)
+    figure.savefig(out / "loss.png")
 
 
 if master:
     from experiments.run import commit, source_hash
     seconds = median(step_times) if step_times else None
-    trained_loss = [row["loss"] for row in log if "loss" in row]
     result = {
         "model": model, "seed": seed, **progress,
         "curve": [row for row in log if "val_loss" in row],
-        "train_loss": trained_loss[-1] if trained_loss else None,
         "params": counts, "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds,
         "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * batch_tokens,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if gpu else f"{device} {platform.machine()}",
         "dtype": dtype, "torch": torch.__version__, "commit": commit(), "data_id": meta["data_id"],
-        "source_hash": source_hash(model), "config": config,
-        "date": datetime.date.today().isoformat()}
+        "source_hash": source_hash(model), "config": config}
     with naming(out / "result.json"):
         (out / "result.json.tmp").write_text(json.dumps(result, indent=1))
         os.replace(out / "result.json.tmp", out / "result.json")
     plot_losses()
-    for key, value, goal in (("bpb", progress["val_bpb"], target_bpb),
-                             ("loss", progress["val_loss"], target_loss)):
-        if goal and value:
-            met = "met" if value <= goal else "missed"
-            trained = clock(progress["train_seconds"])
-            show(f"target {key} {goal}: {met} with {value:.4f} after {trained} of training")
+    for key, goal in (("val_bpb", target_bpb), ("val_loss", target_loss)):
+        if goal and progress[key]:
+            met = "met" if progress[key] <= goal else "missed"
+            show(f"target {key} {goal}: {met} with {progress[key]:.4f}")
     if sample_tokens:
         begin = torch.tensor([[meta["eot"]]], device=device)
         rng = torch.Generator(device).manual_seed(seed)
