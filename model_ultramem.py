@@ -424,7 +424,7 @@ class UltraMemV2(nn.Module):
                     W_out=(c.projectors * c.value_dim) ** -0.5, values=0.02, pre_values=0.02)
 
     @torch.no_grad()
-    def start(self, name, tables):
+    def finish_init(self, name, tables):
         """The rest of the initial values, once the matrices have theirs."""
         c, r = self.config, self.retrieve
         generator = own_generator(name, r.perm)
@@ -525,7 +525,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Truncated normal of std sqrt(2/(5d)) (section 3.5), for what enters the residual from
-        attention and FFN times sqrt(1/(2L)); the memories as their stds() and start() say."""
+        attention and FFN times sqrt(1/(2L)); the memories as their stds() and finish_init() say."""
         c = self.config
         memory = memory_class(c.memory)
         stds = {} if memory is None else memory.stds(c)
@@ -544,7 +544,7 @@ class Model(nn.Module):
             else:
                 nn.init.trunc_normal_(p, 0, std, -3 * std, 3 * std, generator=generator)
         for layer in self.added_after:
-            self.blocks[layer].memory.start(f"blocks.{layer}.memory", self.tables)
+            self.blocks[layer].memory.finish_init(f"blocks.{layer}.memory", self.tables)
 
     def begin_step(self, step, max_iters):
         """Before an optimizer step: the singular vectors of the cores as they are now."""
@@ -766,7 +766,7 @@ class PKM(nn.Module):
         W_q = (2 / (c.n_embd + 2 * c.heads * c.key_dim)) ** 0.5        # Xavier
         return dict(keys=(6 * c.key_dim) ** -0.5, W_q=W_q, values=c.value_dim ** -0.5)
 
-    def start(self, name, tables):
+    def finish_init(self, name, tables):
         pass
 
     @staticmethod
@@ -887,7 +887,7 @@ class MoE(nn.Module):
         return {}                                              # the FFN's start
 
     @torch.no_grad()
-    def start(self, name, tables):
+    def finish_init(self, name, tables):
         self.experts[:, 2].mul_((2 * self.config.n_layer) ** -0.5)     # what enters the residual
 
     @staticmethod

@@ -3625,7 +3625,8 @@ def test_hiermem_parameter_counts(preset, fields, anchor, fetched, bank):
 
 def test_hiermem_block_sizes_of_every_kind_and_table_9():
     fields = dict(model_hiermem.PRESETS["openlm_160m"], ranks="0,64,0,0")
-    d, heads, d_f = 512, 12 * 32, 2048
+    d, heads = 512, 12 * 32
+    d_f = 2048
     for memory, size in (
         ("ffn", 3 * d),
         ("lora_qk", 2 * (d + heads)),
