@@ -1300,10 +1300,10 @@ def average_sparse(grad):
 
 class RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    def forward(ctx, x, eps):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=acc_dtype(x))
         mean_square = norm.square() / x.size(-1)
-        scale = (mean_square + torch.finfo(x.dtype).eps).rsqrt()
+        scale = (mean_square + eps).rsqrt().to(x.dtype)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y
@@ -1312,7 +1312,8 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx, grad):
         y, scale = ctx.saved_tensors
         mean = (grad * y).mean(-1, keepdim=True)
-        return torch.addcmul(grad, y, mean, value=-1).mul_(scale)    # scale * (grad - y * mean)
+        d_x = torch.addcmul(grad, y, mean, value=-1).mul_(scale)    # scale * (grad - y * mean)
+        return d_x, None
 
 
 class ReLUSquared(torch.autograd.Function):
@@ -1343,13 +1344,17 @@ class ScaledSum(torch.autograd.Function):
         return d_a, grad * a, d_b, grad * b
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis, as F.rms_norm has it, eps included. 1.3 against
-    2.2 ms; bf16 1.4 against 3.3.
+def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: Optional[float] = None) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, as F.rms_norm has it, its own eps
+    included. 1.4 against 2.6 ms; bf16 1.5 against 3.0; with a weight 2.2 against 3.5 and 2.1
+    against 4.1.
     """
-    if x.device.type == "cpu":
-        return RMSNorm.apply(x)
-    return F.rms_norm(x, (x.size(-1),))
+    if weight is not None:
+        weight = weight.to(x.dtype)    # mixed types have no fused path
+    if x.device.type != "cpu":
+        return F.rms_norm(x, (x.size(-1),), weight, eps)
+    y = RMSNorm.apply(x, torch.finfo(x.dtype).eps if eps is None else eps)
+    return y if weight is None else y * weight
 
 
 def relu_squared(x: Tensor) -> Tensor:

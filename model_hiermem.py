@@ -49,7 +49,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import gather_rows, linear_cross_entropy
+from kernels import gather_rows, linear_cross_entropy, rms_norm
 
 
 @dataclass
@@ -198,7 +198,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rotary_frequencies(config, device):

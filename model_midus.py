@@ -37,7 +37,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import gather_sum, linear_cross_entropy, product_key_topk, tucker_topk
+from kernels import gather_sum, linear_cross_entropy, product_key_topk, rms_norm, tucker_topk
 
 
 @dataclass
@@ -146,7 +146,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rotary_frequencies(config, device):

@@ -40,8 +40,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (gather_dot, gather_sum, linear_cross_entropy, product_key_topk, sort_indices,
-                     tucker_topk)
+from kernels import (gather_dot, gather_sum, linear_cross_entropy, product_key_topk, rms_norm,
+                     sort_indices, tucker_topk)
 
 RANK = 2                          # r, Tucker ranks
 CORES = 2                         # H, Tucker cores; each weighs a slice of the value
@@ -193,7 +193,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def rotary_frequencies(config, device):

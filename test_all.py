@@ -1578,8 +1578,11 @@ def test_cpu_operations_equal_torch_and_their_gradients(monkeypatch):
     x, y = torch.randn(2, 3, 5, 8, dtype=torch.float64)
     a, b = torch.randn(2, dtype=torch.float64)
     inputs = [t.clone().requires_grad_() for t in (a, x, b, y)]
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
     cases = [
         (kernels.rms_norm, lambda x: F.rms_norm(x, (8,)), inputs[1:2]),
+        (lambda x, w: kernels.rms_norm(x, w, 0.1), lambda x, w: F.rms_norm(x, (8,), w, 0.1),
+         [inputs[1], weight]),
         (kernels.relu_squared, lambda x: F.relu(x).square(), inputs[1:2]),
         (kernels.scaled_sum, lambda a, x, b, y: a * x + b * y, inputs),
     ]
