@@ -177,9 +177,9 @@ def find_tokenizer(path, data):
     """By name, or the tokenizer.json beside the checkpoint, or that of the data folder."""
     if data["tokenizer"] in ("gpt2", "bytes"):
         return get_tokenizer(data["tokenizer"])
-    for place in (path, Path(path).parent, data["folder"]):
-        if Path(place, "tokenizer.json").is_file():
-            return get_tokenizer(str(Path(place, "tokenizer.json")))
+    for place in (Path(path), Path(path).parent, Path(data["folder"])):
+        if (place / "tokenizer.json").is_file():
+            return get_tokenizer(str(place / "tokenizer.json"))
     raise ConfigError(f"{path} needs the tokenizer.json of its data folder {data['folder']}, which "
                       "has none: copy it beside the checkpoint")
 
@@ -379,18 +379,16 @@ def text_pieces(tok, ids):
 def write_samples(model, tok, c, context):
     idx = torch.tensor([[tok.eot] + tok.encode(c.prompt)], device=c.device)
     generator = torch.Generator(c.device).manual_seed(c.seed)
-    for n in range(c.num_samples):
+    for _ in range(c.num_samples):
         tokens = generate(model, idx, c.max_new_tokens, c.temperature, c.top_k, c.top_p,
                           generator=generator, **context)
-        ids = (token.item() for token in tokens)
+        ids = map(int, tokens)
         if c.stop_at_eot:
             ids = takewhile(lambda i: i != tok.eot, ids)
-        if n:
-            print("---------------")
         print(c.prompt, end="", flush=True)
         for piece in text_pieces(tok, ids):
             print(piece, end="", flush=True)
-        print()
+        print("\n---------------")
 
 
 # ----------------------------------------------------------------------------- inspecting
@@ -467,26 +465,15 @@ def draw(path, panels, axes, gate_v):
     print(f"wrote {path}")
 
 
-def print_grid(title, grid, axes):
-    """Nine columns to a line, which fits a terminal, and at most 45: the picture has all."""
-    print(f"{title}: {axes[0]} by {axes[1]}")
-    for first in range(0, min(grid.size(1), 45), 9):
-        columns = range(first, min(grid.size(1), first + 9))
-        print(" " * 6 + "".join(f" {n:7d}" for n in columns))
-        for n, row in enumerate(grid[:, columns].tolist()):
-            print(f"{n:6d}" + "".join(f" {value:7.3g}" for value in row))
-
-
 def inspect_prompt(model, tok, text, words, folder):
-    """A table for each word, and for each tensor of inspect() a picture with a panel a word."""
-    seen = {word or "last word": look(model, tok, text, word) for word in words}
-    for name, (_, axes, gate_v) in next(iter(seen.values())).items():
-        grids = {f"{name}, {word}": found[name][0] for word, found in seen.items()}
-        for title, grid in grids.items():
-            print_grid(title, grid, axes)
-        palette = colours(name, grids.values())
-        panels = [[(title, grid, palette) for title, grid in grids.items()]]
-        draw(folder / f"inspect_{name}.png", panels, axes, gate_v)
+    """For each tensor of inspect() a picture with a panel a word."""
+    seen = {word: look(model, tok, text, word) for word in words}
+    for name, (_, axes, gate_v) in seen[words[0]].items():
+        grids = [found[name][0] for found in seen.values()]
+        palette = colours(name, grids)
+        panels = [(f"{name}, {word or 'last word'}", grid, palette)
+                  for word, grid in zip(seen, grids)]
+        draw(folder / f"inspect_{name}.png", [panels], axes, gate_v)
 
 
 # ----------------------------------------------------------------------------- the command
@@ -502,8 +489,6 @@ def main(argv):
     need(0 <= c.seed < 2 ** 63, f"seed={c.seed}: must be from 0 to 2^63 - 1")
     need(c.dtype in ("", "float32", "bfloat16"), f"dtype={c.dtype}: float32 or bfloat16")
     need(c.inspect or not c.words, "--words=... goes with --inspect=True")
-    need(c.prompt or not c.inspect, "--inspect=True goes with a text, --prompt=... (for MoVE's "
-         "Appendix B: python experiments/analysis.py words)")
     c.device = pick_device(c.device)
     kind = c.device.split(":")[0]
     if kind == "cuda":
@@ -514,8 +499,7 @@ def main(argv):
     runs = sorted(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime)
     path = c.out_dir or (runs[-1] if runs else "out/*/ckpt.pt")
     model, tok, ckpt = load_model(path, c.device)
-    print(f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}, {c.device}, "
-          f"{'bfloat16' if half else 'float32'}", file=sys.stderr)
+    print(f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}", file=sys.stderr)
     if c.prompt == "-":
         c.prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
