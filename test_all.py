@@ -4127,7 +4127,7 @@ def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
     assert result["val_loss"] == vals[60] and result["params"]["memory"] == 257 * 64
     assert [row["step"] for row in result["curve"]] == sorted(vals)
     assert result["data_id"] == load_meta(text_folder)["data_id"] and result["source_hash"]
-    assert not (tmp_path / "ckpt.pt.tmp").exists()
+    assert (tmp_path / "loss.png").exists() and not (tmp_path / "ckpt.pt.tmp").exists()
     for part in ("target val_bpb 7.0: met", "target val_loss 0.1: missed", "a sample:", "eta 0m"):
         assert part in text
     ckpt = load_ckpt(tmp_path)
@@ -4286,12 +4286,12 @@ def test_two_processes_equal_one(sparse, text_folder, tmp_path):
         one, two = load_ckpt(tmp_path / "one"), load_ckpt(tmp_path / "two")
         for a, b in zip(one["optimizers"], two["optimizers"]):
             for i, state in a["state"].items() if steps == 1 else ():
-                torch.testing.assert_close(b["state"][i]["exp_avg"], state["exp_avg"], atol=5e-6,
-                                           rtol=0)
+                torch.testing.assert_close(2 * b["state"][i]["exp_avg"], 2 * state["exp_avg"],
+                                           atol=1e-5, rtol=0)
         for name, tensor in one["model"].items():
             torch.testing.assert_close(two["model"][name], tensor, atol=tolerance, rtol=0)
-        vals = log_of(tmp_path / "one", "val_loss")
-        assert log_of(tmp_path / "two", "val_loss") == pytest.approx(vals, abs=1e-3)
+        vals = [log_of(tmp_path / run, "val_loss")[steps] for run in ("one", "two")]
+        assert vals[0] == pytest.approx(vals[1], abs=1e-3)
 
 
 @slow
@@ -4621,38 +4621,43 @@ def test_two_runs_never_share_an_out_dir(tiny, finished_run, tmp_path):
 def test_an_earlier_runs_files_move_aside_together(tiny, finished_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished_run, run)
-    names = ("ckpt.pt", "log.jsonl", "result.json")
+    names = ("ckpt.pt", "log.jsonl", "result.json", "loss.png")
     before = {name: (run / name).read_bytes() for name in names}
     tiny(f"--out_dir={run}", "--max_iters=1", "--seed=5")
     for name in names:
         assert (run / f"previous-{name}").read_bytes() == before[name] != (run / name).read_bytes()
 
 
-@pytest.mark.parametrize("file", ["meta.json", "val_000000.bin", "tokenizer.json",
-                                  "token_bytes.npy"])
-def test_data_errors_are_found_before_anything_moves(file, text_folder, finished_run, tmp_path):
+@pytest.mark.parametrize("spoil, message", [
+    (lambda data: (data / "meta.json").write_text("{"), "meta.json"),
+    (lambda data: (data / "val_000000.bin").write_bytes(b""), "val_000000.bin"),
+    (lambda data: (data / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+    (lambda data: (data / "token_bytes.npy").write_bytes(b"no"), "token_bytes.npy"),
+])
+def test_data_errors_are_found_before_anything_moves(spoil, message, text_folder, finished_run,
+                                                     tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     shutil.copytree(text_folder, tmp_path / "data")
-    (tmp_path / "data" / file).write_text("{")
+    spoil(tmp_path / "data")
     before = files_of(tmp_path)
     for flags in ([], ["--init_from=resume", "--max_iters=4"]):
         train(*TINY, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path / 'run'}",
-              *flags, expect=file)
+              "--sample_tokens=5", *flags, expect=message)
     assert files_of(tmp_path) == before
 
 
-@pytest.mark.parametrize("flag, message", [
-    ("--depth=2", "depth=2: the checkpoint has depth=1"), ("--seed=2", "seed=2"),
-    ("--memory=lave", "memory=lave: the checkpoint has memory=move"), ("--dense=True", "dense"),
-    ("--batch_tokens=256", "batch_tokens=256"), ("--optimizer=adamw", "optimizer=adamw"),
-    ("--memory_scale=2", "memory_scale"), ("--model=lime", "model=lime"),
-    ("--block_size=16", "block_size=16: the checkpoint has block_size=32"),
-    ("--max_iters=1", "is of step 2 and max_iters=1: give a larger"),
-    ("--max_iters=2", "is of step 2 and max_iters=2: give a larger"),
+@pytest.mark.parametrize("flags, message", [
+    (["--depth=2"], "depth=2: the checkpoint has depth=1"), (["--seed=2"], "seed=2"),
+    (["--memory=lave"], "memory=lave: the checkpoint has memory=move"), (["--dense=True"], "dense"),
+    (["--batch_tokens=256"], "batch_tokens=256"), (["--optimizer=adamw"], "optimizer=adamw"),
+    (["--memory_scale=2"], "memory_scale"), (["--model=lime"], "model=lime"),
+    (["--block_size=16"], "block_size=16: the checkpoint has block_size=32"),
+    (["--max_iters=1"], "is of step 2 and max_iters=1: give a larger"),
+    ([], "is of step 2 and max_iters=2: give a larger"),
 ])
-def test_resume_refuses_what_would_change_the_run(flag, message, text_folder, finished_run):
+def test_resume_refuses_what_would_change_the_run(flags, message, text_folder, finished_run):
     before = files_of(finished_run)
-    train(f"--dataset={text_folder}", f"--out_dir={finished_run}", "--init_from=resume", flag,
+    train(f"--dataset={text_folder}", f"--out_dir={finished_run}", "--init_from=resume", *flags,
           expect=message)
     assert files_of(finished_run) == before
 

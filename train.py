@@ -44,7 +44,6 @@ import os
 import platform
 import resource
 import runpy
-import shutil
 import sys
 import time
 import traceback
@@ -102,7 +101,7 @@ AT_LEAST_ONE = ("depth", "block_size", "batch_size", "batch_tokens", "eval_inter
                 "log_interval")                    # the other numbers may be 0, none is negative
 AT_MOST = dict(depth=1000, compile=1, warmup=1, warmdown=1, beta1=0.999999, beta2=0.999999)
 FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_tokens", "optimizer")
-OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "tokenizer.json")
+OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "loss.png", "tokenizer.json")
 
 
 def flags_of(path):
@@ -289,10 +288,13 @@ def show(text):
         print(text, flush=True)
 
 
-show(f"{model_config}\nparameters: {counts}; {flops / 1e6:,.1f} MFLOP a token\n"
-     f"{max_iters} steps of {rows} x {block_size} tokens, {batch_size} sequences at once\n"
-     f"{optimizer}, learning rate {learning_rate:g}, {schedule}; data {folder}\n"
-     f"{device}, {dtype} ({why})")
+show(f"{model_config}")
+show(f"parameters: {', '.join(f'{n:,} {name}' for name, n in counts.items())}; "
+     f"{flops / 1e6:,.1f} MFLOP a token, forward and backward")
+show(f"{batch_tokens:,} tokens a step = {rows} x {block_size}, {batch_size} sequences at once; "
+     f"{max_iters} steps")
+show(f"{optimizer}, learning rate {learning_rate:g}, {schedule}; data {folder}")
+show(f"{device}, {dtype} ({why})")
 if dry_run:
     for name, p in raw.named_parameters():
         show(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")
@@ -510,8 +512,9 @@ def begin_output():
         if (out / name).exists():
             os.replace(out / name, out / f"previous-{name}")
             show(f"an earlier run's {out}/{name} is now previous-{name}")
-    for file in (*folder.glob("tokenizer.json"), *folder.glob("*.npz")):
-        shutil.copy(file, out)
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".npz") and file.name != "meta.json":
+            (out / file.name).write_bytes(file.read_bytes())
 
 
 def log_line(**values):
@@ -618,7 +621,22 @@ while True:
              f"{pace / 1e3:.1f}k tok/s {peak_memory() / 2 ** 30:.1f}G eta "
              f"{clock((max_iters - step) * batch_tokens / pace)}")
 
-# ---------------------------------------------------------------- the end: result and sample
+# ---------------------------------------------------------------- the end: result, picture, sample
+
+
+def plot_losses():
+    """The loss curves of the log as a picture."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    for key in ("loss", "val_loss"):
+        rows = [row for row in log if key in row]
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], label=key)
+    axes.set(xlabel="step", ylabel="nats per token")
+    axes.legend()
+    figure.savefig(out / "loss.png")
+
+
 if master:
     from experiments.run import commit, source_hash
     seconds = median(step_times) if step_times else None
@@ -634,6 +652,7 @@ if master:
     with naming(out / "result.json"):
         (out / "result.json.tmp").write_text(json.dumps(result, indent=1))
         os.replace(out / "result.json.tmp", out / "result.json")
+    plot_losses()
     for key, goal in (("val_bpb", target_bpb), ("val_loss", target_loss)):
         if goal and progress[key]:
             met = "met" if progress[key] <= goal else "missed"
@@ -643,6 +662,6 @@ if master:
         rng = torch.Generator(device).manual_seed(seed)
         ids = generate(raw.eval(), begin, sample_tokens, temperature=0.8, top_k=50, generator=rng)
         show(f"\na sample:\n{tok.decode([int(i) for i in ids])}\n")
-    show(f"{out} has ckpt.pt, log.jsonl and result.json\n"
-         f"next: python sample.py --out_dir={out} --prompt=\"...\"")
+    show(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result "
+         f"{out}/result.json\nnext: python sample.py --out_dir={out} --prompt=\"...\"")
 leave()
