@@ -1411,8 +1411,8 @@ def newton_schulz_fp32(G, coefficients, steps, eps):
 @functools.cache
 def bf16_speedup() -> float:
     """How many times faster than fp32 this CPU multiplies bf16. The features that it reports do not
-    tell: 4.6 was measured on one Xeon with avx512_bf16 and 0.5 on another, where a step of the
-    models here takes 1.3 to 1.7 times as long in bf16.
+    tell: on a Xeon with avx512_bf16 (without AMX) it was 0.5, and a step took 1.3 to 1.7 times as
+    long in bf16.
     """
     factors = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     seconds = [math.inf, math.inf]
