@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from scipy.sparse import csr_array
 
 FIT_WINDOWS = 50_000     # the embedder is fitted to so many windows
+SEED = 1337              # of the tree, and of the sequences' order
 
 
 # ------------------------------------------------------------------ text -> unit vector
@@ -190,9 +191,9 @@ class Retriever:
         self.centroids = centroids
 
     @classmethod
-    def fit(cls, x, clusters, embedder, seed=0):
+    def fit(cls, x, clusters, embedder):
         """The tree over the unit vectors x (N, c), from the root to the leaves."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(SEED)
         node = torch.zeros(len(x), dtype=torch.long)
         centroids = []
         above = 1
@@ -252,7 +253,7 @@ def walk_all(x, centroids, blocked=()):
 
 # ------------------------------------------------------------------ a text under its tree
 
-def cluster(tokens, labels, tok, clusters, window, length, embedder, embedder_path, seed):
+def cluster(tokens, labels, tok, clusters, window, length, embedder, embedder_path):
     """
     Cuts the documents of both splits into windows, fits the tree to those of train, and packs the
     windows of each leaf into sequences of `length` tokens, in random order.
@@ -262,7 +263,7 @@ def cluster(tokens, labels, tok, clusters, window, length, embedder, embedder_pa
     -> (retriever, {split: (rows (S, length), masks (S, length), leaves (S,))}, report)
     """
     from tqdm import tqdm
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     spans = {split: cut(tokens[split], tok.eot, window) for split in tokens}
 
     def texts(split, chosen):
@@ -275,7 +276,7 @@ def cluster(tokens, labels, tok, clusters, window, length, embedder, embedder_pa
         parts = np.array_split(np.arange(len(spans[split])), 1 + len(spans[split]) // 1024)
         progress = tqdm(parts, f"embedding {split}", disable=None)
         x[split] = torch.cat([embedder(texts(split, part)) for part in progress])
-    retriever = Retriever.fit(x["train"], clusters, embedder, seed)
+    retriever = Retriever.fit(x["train"], clusters, embedder)
     paths = {split: walk_all(x[split], retriever.centroids).numpy() for split in tokens}
     sequences = {}
     for split in tokens:
