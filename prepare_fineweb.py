@@ -240,8 +240,8 @@ def configure(argv: list, namespace: dict) -> tuple:
             continue
         key, equals, text = argument.removeprefix("--").partition("=")
         if not argument.startswith("--") or key not in kinds:
-            near = difflib.get_close_matches(key.strip("-"), kinds, 1) or ["help"]
-            raise ConfigError(f"unknown option {argument}: did you mean --{near[0]}?")
+            near = [f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), kinds, 1)]
+            raise ConfigError(f"unknown option {argument}: did you mean {(near or ['--help'])[0]}?")
         kind = kinds[key]
         need(equals, f"--{key} needs a value: --{key}={'True' if kind is bool else 'VALUE'}")
         try:
@@ -907,7 +907,8 @@ def _write(c, folder):
     for count in ("documents", "bytes", "tokens"):
         meta[count] = {"train": 0, "val": 0}
     pending = {"train": [], "val": []}     # documents of the next shard
-    full = dict.fromkeys(pending, c.shard_tokens)     # tokens in all when it is full
+    shard_tokens = math.inf if c.clusters else c.shard_tokens     # a tree is over the whole corpus
+    full = dict.fromkeys(pending, shard_tokens)     # tokens in all when the next shard is full
     topics = {"train": [], "val": []}      # of every document
     known_bytes = 0
     documents = _documents(c)
@@ -923,19 +924,19 @@ def _write(c, folder):
             known_bytes += int(lengths[arrays[0]].sum())
             if meta["tokens"][split] >= full[split]:
                 _save_shard(folder, split, pending[split])
-                full[split] = meta["tokens"][split] + c.shard_tokens
+                full[split] = meta["tokens"][split] + shard_tokens
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
-    for split in pending:
-        _save_shard(folder, split, pending[split])
-    _save_token_bytes(folder, lengths, known_bytes, sum(meta["bytes"].values()))
-    if c.block_size:
-        meta["block_size"] = c.block_size
     need(all(meta["documents"].values()),
          f"{c.source} has too few different documents to hold out {c.val_fraction} of them: "
          f"{meta['documents']}; --val_fraction= takes more")
+    if c.block_size:
+        meta["block_size"] = c.block_size
     if c.clusters:
-        meta |= _cluster(c, folder, tok, topics)
+        meta |= _cluster(c, folder, tok, pending, topics)
+    for split in pending:
+        _save_shard(folder, split, pending[split])
+    _save_token_bytes(folder, lengths, known_bytes, sum(meta["bytes"].values()))
     state = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in (".bin", ".mask", ".leaf"):
@@ -952,25 +953,21 @@ def _save_token_bytes(folder, lengths, known, total):
               f"{total:,} in the text")
 
 
-def _cluster(c, folder, tok, labels):
-    """The shards anew as sequences of one leaf each -> what more goes into meta.json."""
+def _cluster(c, folder, tok, documents, labels):
+    """Makes the documents sequences of one leaf each -> what more goes into meta.json."""
     from experiments import topics
-    need(not list(folder.glob("*.mask")),
+    need(len(documents["train"][0]) == 1,
          f"clusters={c.clusters}: prompts and answers are not clustered, only texts")
     tokens = {}
-    for split in labels:
-        shards = sorted(folder.glob(f"{split}_*.bin"))
-        tokens[split] = np.concatenate([_open_shard(path) for path in shards])
+    for split in documents:
+        tokens[split] = np.concatenate([ids for ids, in documents[split]])
     retriever, sequences, report = topics.cluster(
-        tokens, labels, tok, c.clusters, c.window, c.block_size + 1,
-        c.embedder, c.embedder_path)
-    for path in folder.glob("*.bin"):
-        path.unlink()
+        tokens, labels, tok, c.clusters, c.window, c.block_size + 1, c.embedder, c.embedder_path)
     sizes = {}
     for split, (rows, masks, leaves) in sequences.items():
         sizes[split] = rows.size
         leaves.tofile(folder / f"{split}_000000.leaf")
-        _save_shard(folder, split, [[rows.ravel(), masks.ravel()]])
+        documents[split] = [[rows.ravel(), masks.ravel()]]
     retriever.save(folder / "retriever.npz")
     return dict(tokens=sizes, clusters=c.clusters, window=c.window, embedder=c.embedder,
                 retriever=retriever.hash, tree=report)

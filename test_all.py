@@ -142,9 +142,9 @@ def test_configure_types_a_value_after_its_default(argument, value):
 
 
 @pytest.mark.parametrize("argument, message", rows("""
---max_itres=3           unknown option --max_itres=3: did you mean --max_iters?
+--max_itres=3           unknown option --max_itres=3: did you mean --max_iters=?
 --zzz=3                 unknown option --zzz=3: did you mean --help?
--dense                  unknown option -dense: did you mean --dense?
+-dense                  unknown option -dense: did you mean --dense=?
 --_private=2            unknown option
 --module=2              unknown option
 --dense                 --dense needs a value: --dense=True
@@ -162,12 +162,10 @@ def test_configure_says_what_is_wrong(argument, message):
 
 
 def test_help_text_gives_key_default_and_comment():
-    text = ("import os\nwidth = 64    # of a layer\nname: str = 'x' # what\nhidden = 3\n"
-            "_private = 1  # no\nwidth = 65  # again\nlong = 1 # " + "x" * 200)
-    namespace = dict(long=1, name="x", width=64, _private=1, os=os, hidden=3)
-    lines = [line.split() for line in pf.help_text(text, namespace).splitlines()]
-    assert lines[:3] == [["--width=64", "of", "a", "layer"], ["--name=x", "what"], ["--hidden=3"]]
-    assert lines[3][0] == "--long=1" and len(lines[3][1]) < 100 and len(lines) == 4
+    text = "import os\nwidth = 64    # of a layer\nname: str = 'x' # what\n_private = 1  # no\n"
+    lines = pf.help_text(text + "width = 65  # again", dict(width=64, name="x", _private=1, os=os))
+    assert [line.split() for line in lines.splitlines()] == [
+        ["--width=64", "of", "a", "layer"], ["--name=x", "what"]]
 
 
 def gpt2_stand_in():
@@ -199,29 +197,24 @@ def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, 
         assert tok.decode(ids) == text and tok.eot not in ids
         assert b"".join(map(tok.token_bytes, ids)) == text.encode()
         assert lengths[ids].sum() == len(text.encode())
-        assert tok.encode_batch([text, ""]) == [ids, []]
-    assert tok.decode([tok.encode("é")[0]]) in ("é", "\ufffd")     # half a character is no error
-    train, val = documents_of(folder, "train"), documents_of(folder, "val")
-    assert sorted(train + val) == sorted(small_texts()) and len(val) > 3
+    found = documents_of(folder, "train") + documents_of(folder, "val")
+    assert sorted(found) == sorted(small_texts())
 
 
-def test_shards_are_those_of_llm_c(corpus, tmp_path):
-    folder = prepare_bytes(corpus, tmp_path / "data", shard_tokens=3000)
+@pytest.mark.parametrize("extra, magic, kind", [
+    (0, [20240520, 1], np.uint16), (70_000, [20240801, 7], np.uint32)])
+def test_shards_are_those_of_llm_c(extra, magic, kind, corpus, tmp_path):
+    """Of a wide vocabulary their tokens are uint32."""
+    tokenizer = save_tokenizer(tmp_path / "mine" / "tokenizer.json", extra)
+    folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=tokenizer, shard_tokens=3000)
     shards = sorted(folder.glob("*.bin"))
     assert len(shards) > 5 and not list(folder.glob("*.mask"))
     for path in shards:
-        header = np.fromfile(path, np.int32)[:256]
-        assert header[:2].tolist() == [20240520, 1] and not header[3:].any()
-        assert path.stat().st_size == 1024 + 2 * header[2]
-        assert np.fromfile(path, np.uint16)[512] == 256, "a document starts every shard"
+        header, ids = np.fromfile(path, np.int32, 256), np.fromfile(path, kind, offset=1024)
+        assert header.tolist() == [*magic, len(ids)] + [0] * 253
+        assert ids[0] == 256 + extra, "a document starts every shard"
     digest = pf.hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest()
     assert load_meta(folder)["data_id"] == digest[:8]
-
-
-def test_wide_vocabularies_are_uint32(corpus, tmp_path):
-    tokenizer = save_tokenizer(tmp_path / "wide" / "tokenizer.json", extra=70_000)
-    folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=tokenizer)
-    assert np.fromfile(folder / "train_000000.bin", np.int32)[:2].tolist() == [20240801, 7]
     x, _ = TokenShards(folder, "train", 16).batch([0])
     assert get_tokenizer(folder).decode(x[0].tolist()).startswith("Document ")
 
@@ -274,8 +267,6 @@ def test_held_out_files_are_those_named_val(tmp_path):
     folder = prepare_bytes(source, tmp_path / "data", max_tokens=1)     # which val is not cut by
     assert documents_of(folder, "val") == texts[50:]
     assert documents_of(folder, "train") == texts[30:31]
-    folder = prepare_bytes(source, tmp_path / "all")
-    assert documents_of(folder, "train") == texts[30:50] + texts[:30]
 
 
 def test_text_is_held_out_by_its_hash_and_bpe_is_trained_without_it(corpus, tmp_path):
@@ -345,15 +336,12 @@ def test_files_of_every_format_give_the_same_shards(tmp_path):
     assert len(ids) == 1
 
 
-def test_a_book_is_cut_at_blank_lines(tmp_path):
+def test_a_book_is_cut_at_blank_lines():
     book = "".join(f"{'A line of the book. ' * (i % 7)}\n" for i in range(20_000))
     pieces = list(pf._pieces(book.splitlines(keepends=True)))
     assert "".join(pieces) == book and len(pieces) > 8
     assert all(90_000 < len(piece) < 110_000 for piece in pieces[:-1])
     assert all(piece.startswith("\n") for piece in pieces[1:])
-    (tmp_path / "one.txt").write_text("".join(f"{i:09} " for i in range(100_000)))   # no line ends
-    folder = prepare_bytes(tmp_path / "one.txt", tmp_path / "data")
-    assert sum(load_meta(folder)["documents"].values()) == 5
 
 
 def test_fineweb_streams_from_the_hub(tmp_path, monkeypatch):
@@ -419,12 +407,10 @@ def test_other_tokenizers_json(tmp_path, corpus):
     assert get_tokenizer(again).name == "squeeze"
 
 
-def save_shard(path, ids, magic=(20240520, 1), dtype=np.uint16, count=None):
-    path.parent.mkdir(parents=True, exist_ok=True)
+def save_shard(path, ids, count=None):
     header = np.zeros(256, np.int32)
-    header[:2] = magic
-    header[2] = len(ids) if count is None else count
-    path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+    header[:3] = 20240520, 1, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(ids, np.uint16).tobytes())
 
 
 def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
@@ -443,9 +429,8 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
     assert load_token_bytes(tmp_path).shape == (50257,)
     save_shard(tmp_path / "fineweb_val_000000.bin", range(31))
     assert load_meta(tmp_path)["data_id"] != meta["data_id"]
-    save_shard(tmp_path / "l" / "train.bin", range(128_000, 128_100), (20240801, 7), np.uint32)
-    assert load_meta(tmp_path / "l")["vocab_size"] == 128_256
-    assert TokenShards(tmp_path / "l", "train", 8).batch([0])[0].min() == 128_000
+    (tmp_path / "fineweb_train_000001.bin").write_bytes(np.array([20240801, 7] + [0] * 254, "i4"))
+    assert load_meta(tmp_path)["vocab_size"] == 128_256
 
 
 def damaged(corpus, tmp_path):
@@ -464,7 +449,7 @@ def refused(folder, message):
 @pytest.mark.parametrize("file, damage, message", [
     ("train_000000.bin", None, "no train shards, *train*.bin"),
     ("train_000000.bin", lambda b: b"", "is not a token shard"),
-    ("train_000000.bin", lambda b: b"A dark and stormy night" * 99, "is not a token shard"),
+    ("train_000000.bin", lambda b: b[:4] + b"\2" + b[5:], "is not a token shard"),
     ("train_000000.bin", lambda b: b[:-2], "cut off or damaged"),
     ("train_000000.bin", lambda b: b + b"\0\0", "cut off or damaged"),
     ("train_000000.bin", lambda b: b[:-2] + b"\x01\x01", "holds token 257, the vocabulary is 257"),
@@ -508,8 +493,6 @@ def test_folders_and_shards_that_hold_nothing_are_refused(corpus, tmp_path):
     with pytest.raises(ConfigError, match="train shards of .* are too short for a window"):
         TokenShards(folder, "train", 10**6)
     shard = folder / "train_000000.bin"
-    save_shard(shard, [1, 2, 3], magic=(20240520, 2))
-    refused(folder, "is not a token shard")
     save_shard(shard, [1, 2, 3], count=-3)
     refused(folder, "cut off or damaged")
     save_shard(shard, [])

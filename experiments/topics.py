@@ -66,9 +66,7 @@ class HashEmbedder:
                 rows.append(row)
                 columns.append(bucket(word))
                 values.append(1 + math.log(count))
-        table = csr_array((values, (rows, columns)), (len(texts), cls.buckets), dtype=np.float32)
-        table.sum_duplicates()
-        return table
+        return csr_array((values, (rows, columns)), (len(texts), cls.buckets), dtype=np.float32)
 
     def __call__(self, texts):
         x = (self.count(texts) * self.state["idf"]) @ self.state["projection"]     # (N, 128)
@@ -88,13 +86,8 @@ class MiniLM:
     def __init__(self, state, path=""):
         from transformers import AutoModel, AutoTokenizer
         path = path or "sentence-transformers/all-MiniLM-L6-v2"
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path)
-            self.model = AutoModel.from_pretrained(path).eval()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"embedder=minilm: {path} cannot be loaded "
-                             f"({str(error).splitlines()[0]}); --embedder_path=FOLDER names a "
-                             "local copy") from None
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModel.from_pretrained(path).eval()
         seen = self([self.probe])[0].numpy()
         self.state = state or {"probe": seen}     # what it makes of one sentence
         known = self.state["probe"]
@@ -234,15 +227,17 @@ class Retriever:
         try:
             with np.load(path) as file:
                 arrays = dict(file)
-            embedder = EMBEDDERS[str(arrays.pop("embedder"))]
-            clusters = str(arrays.pop("clusters"))
-            n_levels = len(clusters.split(","))
-            levels = [arrays.pop(f"centroids_{level}") for level in range(1, n_levels + 1)]
+            embedder = EMBEDDERS[str(arrays["embedder"])]
+            clusters = str(arrays["clusters"])
+            levels = range(1, clusters.count(",") + 2)
+            centroids = [torch.from_numpy(arrays[f"centroids_{level}"]) for level in levels]
         except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is missing, or not a whole retriever file ({error}): "
                              "prepare_fineweb.py --clusters= writes it") from None
-        state = {name.removeprefix("state_"): array for name, array in arrays.items()}
-        centroids = [torch.from_numpy(array) for array in levels]
+        state = {}
+        for name, array in arrays.items():
+            if name.startswith("state_"):
+                state[name.removeprefix("state_")] = array
         return cls(embedder(state, embedder_path), clusters, centroids)
 
 
@@ -331,12 +326,11 @@ def pack(tokens, spans, leaves, eot, length, rng):
 
 
 def prefix_agreement(retriever, texts, paths):
-    """{words: (p,) or None}: how often the first words of a longer text take its whole path."""
+    """{words: (p,)}: how often the first words of a longer text take its whole path."""
     agreement = {}
     for n in (10, 32, 128):
         words = [text.split() for text in texts]
         longer = [i for i in range(len(texts)) if len(words[i]) > n]
-        agreement[n] = None
         if longer:
             prefixes = retriever.path([" ".join(words[i][:n]) for i in longer]).numpy()
             agreement[n] = (prefixes == paths[longer]).mean(0)
@@ -345,25 +339,20 @@ def prefix_agreement(retriever, texts, paths):
 
 def describe(retriever, spans, topics, paths, agreement):
     """
-    For every level, printed and returned: tokens per node, the normalised mutual information
-    2 I / (H1 + H2) of nodes and topics (None without topics), and the agreement of prefixes.
+    For every level, printed and returned: tokens per node (least, median, most), the normalised
+    mutual information 2 I / (H1 + H2) of nodes and topics, and the agreement of prefixes.
     """
     report = []
     for level, centroids in enumerate(retriever.centroids):
         node = paths[:, level]
-        sizes = np.bincount(node, spans[:, 1] - spans[:, 0], minlength=len(centroids)).astype(int)
-        tokens = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
-        line = dict(level=level + 1, nodes=len(centroids), tokens=tokens, nmi=None, agreement={})
-        text = "level {}: {:,} nodes of {:,} to {:,} tokens, median {:,}"
-        print(text.format(level + 1, len(centroids), tokens[0], tokens[2], tokens[1]), end="")
+        tokens = np.bincount(node, spans[:, 1] - spans[:, 0], minlength=len(centroids))
+        tokens = np.quantile(tokens, (0, 0.5, 1)).astype(int).tolist()
+        line = dict(level=level + 1, nodes=len(centroids), tokens=tokens)
         if len(set(topics)) > 1:
             line["nmi"] = round(mutual_information(node, topics), 4)
-            print(f"; NMI with topics {line['nmi']:.3f}", end="")
         for n, share in agreement.items():
-            if share is not None:
-                line["agreement"][str(n)] = round(float(share[level]), 4)
-                print(f"; same node from the first {n} words {share[level]:.0%}", end="")
-        print()
+            line[f"first_{n}_words"] = round(float(share[level]), 4)
+        print(", ".join(f"{key} {value}" for key, value in line.items()))
         report.append(line)
     return report
 
