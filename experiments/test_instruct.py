@@ -63,7 +63,7 @@ def test_instruct_reads_arrays_and_dollys_names_and_refuses_the_rest(tmp_path):
     assert records_of(dolly, tmp_path / "other") == records
     for file, text, message in (
             (array, '{"a": 1}', "must be an array"), (array, "[", "cannot be read"),
-            (dolly, '{"instruction": "?", "input": ""}', "line 1: a record must have texts")):
+            (dolly, '{"instruction": "?", "input": ""}', "record 1: a record must have texts")):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             records_of(file, tmp_path / "x")

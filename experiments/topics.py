@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from scipy.sparse import csr_array
 
 FIT_WINDOWS = 50_000     # the embedder is fitted to so many windows
+SEED = 1337              # of the tree, and of the sequences' order
 
 
 # ------------------------------------------------------------------ text -> unit vector
@@ -65,9 +66,7 @@ class HashEmbedder:
                 rows.append(row)
                 columns.append(bucket(word))
                 values.append(1 + math.log(count))
-        table = csr_array((values, (rows, columns)), (len(texts), cls.buckets), dtype=np.float32)
-        table.sum_duplicates()
-        return table
+        return csr_array((values, (rows, columns)), (len(texts), cls.buckets), dtype=np.float32)
 
     def __call__(self, texts):
         x = (self.count(texts) * self.state["idf"]) @ self.state["projection"]     # (N, 128)
@@ -87,13 +86,8 @@ class MiniLM:
     def __init__(self, state, path=""):
         from transformers import AutoModel, AutoTokenizer
         path = path or "sentence-transformers/all-MiniLM-L6-v2"
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path)
-            self.model = AutoModel.from_pretrained(path).eval()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"embedder=minilm: {path} cannot be loaded "
-                             f"({str(error).splitlines()[0]}); --embedder_path=FOLDER names a "
-                             "local copy") from None
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModel.from_pretrained(path).eval()
         seen = self([self.probe])[0].numpy()
         self.state = state or {"probe": seen}     # what it makes of one sentence
         known = self.state["probe"]
@@ -190,9 +184,9 @@ class Retriever:
         self.centroids = centroids
 
     @classmethod
-    def fit(cls, x, clusters, embedder, seed=0):
+    def fit(cls, x, clusters, embedder):
         """The tree over the unit vectors x (N, c), from the root to the leaves."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(SEED)
         node = torch.zeros(len(x), dtype=torch.long)
         centroids = []
         above = 1
@@ -233,15 +227,17 @@ class Retriever:
         try:
             with np.load(path) as file:
                 arrays = dict(file)
-            embedder = EMBEDDERS[str(arrays.pop("embedder"))]
-            clusters = str(arrays.pop("clusters"))
-            n_levels = len(clusters.split(","))
-            levels = [arrays.pop(f"centroids_{level}") for level in range(1, n_levels + 1)]
+            embedder = EMBEDDERS[str(arrays["embedder"])]
+            clusters = str(arrays["clusters"])
+            levels = range(1, clusters.count(",") + 2)
+            centroids = [torch.from_numpy(arrays[f"centroids_{level}"]) for level in levels]
         except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is missing, or not a whole retriever file ({error}): "
                              "prepare_fineweb.py --clusters= writes it") from None
-        state = {name.removeprefix("state_"): array for name, array in arrays.items()}
-        centroids = [torch.from_numpy(array) for array in levels]
+        state = {}
+        for name, array in arrays.items():
+            if name.startswith("state_"):
+                state[name.removeprefix("state_")] = array
         return cls(embedder(state, embedder_path), clusters, centroids)
 
 
@@ -252,7 +248,7 @@ def walk_all(x, centroids, blocked=()):
 
 # ------------------------------------------------------------------ a text under its tree
 
-def cluster(tokens, labels, tok, clusters, window, length, embedder, embedder_path, seed):
+def cluster(tokens, labels, tok, clusters, window, length, embedder, embedder_path):
     """
     Cuts the documents of both splits into windows, fits the tree to those of train, and packs the
     windows of each leaf into sequences of `length` tokens, in random order.
@@ -262,7 +258,7 @@ def cluster(tokens, labels, tok, clusters, window, length, embedder, embedder_pa
     -> (retriever, {split: (rows (S, length), masks (S, length), leaves (S,))}, report)
     """
     from tqdm import tqdm
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     spans = {split: cut(tokens[split], tok.eot, window) for split in tokens}
 
     def texts(split, chosen):
@@ -275,7 +271,7 @@ def cluster(tokens, labels, tok, clusters, window, length, embedder, embedder_pa
         parts = np.array_split(np.arange(len(spans[split])), 1 + len(spans[split]) // 1024)
         progress = tqdm(parts, f"embedding {split}", disable=None)
         x[split] = torch.cat([embedder(texts(split, part)) for part in progress])
-    retriever = Retriever.fit(x["train"], clusters, embedder, seed)
+    retriever = Retriever.fit(x["train"], clusters, embedder)
     paths = {split: walk_all(x[split], retriever.centroids).numpy() for split in tokens}
     sequences = {}
     for split in tokens:
@@ -330,12 +326,11 @@ def pack(tokens, spans, leaves, eot, length, rng):
 
 
 def prefix_agreement(retriever, texts, paths):
-    """{words: (p,) or None}: how often the first words of a longer text take its whole path."""
+    """{words: (p,)}: how often the first words of a longer text take its whole path."""
     agreement = {}
     for n in (10, 32, 128):
         words = [text.split() for text in texts]
         longer = [i for i in range(len(texts)) if len(words[i]) > n]
-        agreement[n] = None
         if longer:
             prefixes = retriever.path([" ".join(words[i][:n]) for i in longer]).numpy()
             agreement[n] = (prefixes == paths[longer]).mean(0)
@@ -344,25 +339,20 @@ def prefix_agreement(retriever, texts, paths):
 
 def describe(retriever, spans, topics, paths, agreement):
     """
-    For every level, printed and returned: tokens per node, the normalised mutual information
-    2 I / (H1 + H2) of nodes and topics (None without topics), and the agreement of prefixes.
+    For every level, printed and returned: tokens per node (least, median, most), the normalised
+    mutual information 2 I / (H1 + H2) of nodes and topics, and the agreement of prefixes.
     """
     report = []
     for level, centroids in enumerate(retriever.centroids):
         node = paths[:, level]
-        sizes = np.bincount(node, spans[:, 1] - spans[:, 0], minlength=len(centroids)).astype(int)
-        tokens = [int(sizes.min()), int(np.median(sizes)), int(sizes.max())]
-        line = dict(level=level + 1, nodes=len(centroids), tokens=tokens, nmi=None, agreement={})
-        text = "level {}: {:,} nodes of {:,} to {:,} tokens, median {:,}"
-        print(text.format(level + 1, len(centroids), tokens[0], tokens[2], tokens[1]), end="")
+        tokens = np.bincount(node, spans[:, 1] - spans[:, 0], minlength=len(centroids))
+        tokens = np.quantile(tokens, (0, 0.5, 1)).astype(int).tolist()
+        line = dict(level=level + 1, nodes=len(centroids), tokens=tokens)
         if len(set(topics)) > 1:
             line["nmi"] = round(mutual_information(node, topics), 4)
-            print(f"; NMI with topics {line['nmi']:.3f}", end="")
         for n, share in agreement.items():
-            if share is not None:
-                line["agreement"][str(n)] = round(float(share[level]), 4)
-                print(f"; same node from the first {n} words {share[level]:.0%}", end="")
-        print()
+            line[f"first_{n}_words"] = round(float(share[level]), 4)
+        print(", ".join(f"{key} {value}" for key, value in line.items()))
         report.append(line)
     return report
 
