@@ -1,4 +1,4 @@
-"""The test suite: `python test_all.py` runs it and experiments/test_*.py; --slow adds the long ones.
+"""The tests: `python test_all.py` runs these and experiments/test_*.py; --slow adds the long ones.
 
 `python test_all.py -k midus` picks tests by name, as pytest's own options do; `pytest test_all.py`
 is this file alone.
@@ -50,7 +50,7 @@ from prepare_fineweb import load_token_bytes, prepare
 torch.set_num_threads(1)                                       # sizes here are tiny
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="python test_all.py --slow")
 
-# ================================================================ prepare_fineweb.py: data, tokenizers, configure()
+# ================================================================ prepare_fineweb.py: data, tokenizers
 NAMESPACE = dict(
     learning_rate=1e-3, max_iters=300, compile=-1, dense=False, dataset="", _private=1, module=os)
 
@@ -3499,7 +3499,7 @@ def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path, monkeypa
     torch.testing.assert_close(saved_model(part), saved_model(whole), rtol=0, atol=0)
 
 
-# ================================================================ model_hiermem.py: hierarchical memories
+# ================================================================ model_hiermem.py
 
 KINDS = ("ffn", "lora_qk", "lora_vo", "lora_ffn", "kv")
 TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
@@ -4362,8 +4362,8 @@ def test_what_is_wrong_in_a_config_file(text, message, tmp_path):
     train(tmp_path / "config.py", "--dry_run=True", expect=message)
 
 
-@pytest.mark.parametrize("speedup, wanted", [(4.6, "bfloat16"), (1.1, "float32"), (0.5, "float32")])
-def test_a_dry_run_says_what_a_model_takes_and_why_which_dtype(speedup, wanted, monkeypatch, capsys):
+@pytest.mark.parametrize("speedup, wanted", [(4.6, "bfloat16"), (1.1, "float32"), (.5, "float32")])
+def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)
     train("--preset=d12", "--memory_scale=8", "--dry_run=True", "--device=cpu", expect="0")
     text = capsys.readouterr().out

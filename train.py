@@ -174,7 +174,8 @@ need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}
 recipe = recipes.get(optimizer, recipes.get("adamw", {}))
 globals().update({**recipe, **given, "model": module.__name__[6:], "optimizer": optimizer})
 for key, default in defaults.items():
-    value, low, high = globals()[key], int(key in AT_LEAST_ONE), AT_MOST.get(key, 10 ** 12)
+    value = globals()[key]
+    low, high = int(key in AT_LEAST_ONE), AT_MOST.get(key, 10 ** 12)
     if type(default) in (int, float) and value != default:
         need(low <= value <= high, f"{key}={value}: must be from {low} to {high}")
 need(schedule in ("cosine", "wsd"), f"schedule={schedule}: choose cosine or wsd")
