@@ -50,7 +50,7 @@ from prepare_fineweb import load_token_bytes, prepare
 torch.set_num_threads(1)                                       # sizes here are tiny
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="python test_all.py --slow")
 
-# ================================================================ prepare_fineweb.py: data, tokenizers
+# ================================================================ prepare_fineweb.py
 NAMESPACE = dict(
     learning_rate=1e-3, max_iters=300, compile=-1, dense=False, dataset="", _private=1, module=os)
 
