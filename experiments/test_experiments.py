@@ -919,7 +919,7 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
     for model, own in (("lime", []), ("hiermem", ["--ranks=4,2"])):
         train(f"--model={model}", *size, *own, f"--out_dir={tmp_path / model}")
         result = json.loads((tmp_path / model / "result.json").read_text())
-        assert f"recall {result['recall']:.3f}" in capsys.readouterr().out
+        assert f"recall {result['recall']:.4f}" in capsys.readouterr().out
     found = analyse("retrieval", tmp_path / "hiermem")
     assert list(found) == ["whole sequence", "first 32 tokens", "level 1 blocked",
                            "level 2 blocked", "wrong", "generic", "none"]
