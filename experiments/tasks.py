@@ -45,7 +45,6 @@ from statistics import mean, stdev
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare_fineweb

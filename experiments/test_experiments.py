@@ -590,7 +590,7 @@ def test_parentheses_stand_where_order_asks_for_them(tree, text):
 def value(expression):
     """Of "(7 + 5) / 6 x 2", exactly."""
     exact = re.sub(r"(\d+)", r"Fraction(\1)", expression.replace("x", "*"))
-    return eval(exact)
+    return eval(exact, {"Fraction": Fraction})
 
 
 def test_arithmetic_is_exact_at_every_step():
