@@ -69,6 +69,7 @@ val_fraction = -1.0      # held-out documents; -1: 0.005 of fineweb_edu, 0.05 of
 block_size = 0           # N: each document is a training window of its own; 0: one after the other
 shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
 text_field = "text"      # name of the field that holds a record's text
+topic_field = "topic"    # and of one with its topic, if there is one: clusters are compared with it
 clusters = ""            # 8,8: a tree over the text; sequences of block_size + 1 (257) of one leaf
 window = 512             # tokens of a document that are clustered as one
 embedder = "hash"        # of windows: hash (words, nothing to download) | minilm (all-MiniLM-L6-v2)
@@ -666,7 +667,7 @@ def read_documents(c):
         # A lone surrogate, which JSON can spell, has no UTF-8.
         *prompt, text = [text.encode(errors="replace").decode() for text in texts]
         if any(texts):
-            yield split, prompt[0] if prompt else None, text, str(row.get("topic", ""))
+            yield split, prompt[0] if prompt else None, text, str(row.get(c.topic_field, ""))
 
 
 def check_source(name):
