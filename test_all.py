@@ -3839,7 +3839,7 @@ def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resum
     train(*flags, "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
     assert log_of(tmp_path / "large") == pytest.approx(log_of(tmp_path / "whole"), abs=1e-5)
     with monkeypatch.context() as patch:
-        interrupt_at(5, patch)                                 # in the third step
+        interrupt_at(4, patch)                                 # in the fifth step
         train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
     assert 0 < weights(tmp_path / "part")["step"] < 6
     train(f"--dataset={clustered}", "--model=hiermem", f"--out_dir={tmp_path / 'part'}",
