@@ -798,6 +798,8 @@ def _parallel(function, items, workers):
     n = workers if workers > 0 else None
     with fork.Pool(n, _obey_the_parent) as pool:
         yield from pool.imap(function, items)
+        pool.close()
+        pool.join()     # a worker that is still starting may not obey what comes next, terminate()
 
 
 def _obey_the_parent():
