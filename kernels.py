@@ -711,18 +711,20 @@ def cross_entropy_torch(z, targets, softcap, gradient):
     for part, target in zip(z.split(rows), targets.split(rows)):
         s = part.to(acc_dtype(z))    # fp32 logits themselves, of others a copy
         if softcap:
-            tanh = torch.tanh(s / softcap)
+            tanh = torch.sigmoid(s * (2 / softcap)).mul_(2).sub_(1)    # a sixth of tanh's time
             torch.mul(tanh, softcap, out=s)
+        p = s.softmax(1)
+        log_sum = s.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()    # one exp in all
         ignored = (target < 0)[:, None]
         target = target.clamp(min=0)[:, None]
-        lse = s.logsumexp(1, keepdim=True)
-        losses.append((lse - s.gather(1, target)).masked_fill(ignored, 0).squeeze(1))
+        losses.append((log_sum - s.gather(1, target)).masked_fill(ignored, 0).squeeze(1))
         if gradient:
-            s.sub_(lse.masked_fill(ignored, math.inf)).exp_()    # softmax; 0 where ignored
-            s.scatter_add_(1, target, ignored.to(s.dtype) - 1)
+            if ignored.any():
+                p.masked_fill_(ignored, 0)
+            p.scatter_add_(1, target, ignored.to(p.dtype) - 1)
             if softcap:
-                s.mul_(1 - tanh.square_())
-            part.copy_(s)
+                p.mul_(1 - tanh.square_())
+            part.copy_(p)
     return torch.cat(losses)
 
 
@@ -1371,6 +1373,47 @@ def scaled_sum(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensor:
     if x.device.type == "cpu" and x.dtype != torch.bfloat16:
         return ScaledSum.apply(a, x, b, y)
     return a * x + b * y
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    """Attention of the last T positions to all S but those ahead of them; with mask (B, 1, T, S),
+    bool, to those that it allows, none of them ahead. q (B, T, H, d_h), k and v (B, S, H_kv, d_h)
+    -> (B, T, H*d_h).
+    """
+    B, T, H, d_h = q.shape
+    S = k.size(1)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    causal = mask is None and T == S
+    if mask is None and 1 < T < S:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu" and T == S:
+        y = attend_in_blocks(q, k, v, mask)
+    else:
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal and T > 1, enable_gqa=k.size(1) != H)
+    return y.transpose(1, 2).reshape(B, T, H * d_h)
+
+
+def attend_in_blocks(q, k, v, mask=None, rows=128):
+    """Causal attention, `rows` queries at a time, each block with the keys up to its end: torch's
+    own takes up to 2.6 times as long forward and backward in bf16 (not in fp32), 33 against 13 ms.
+    q (B, H, T, d_h), k and v (B, H_kv, T, d_h) -> (B, H, T, d_h)
+    """
+    T = q.size(2)
+    group = q.size(1) // k.size(1)
+    if group > 1:
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    if mask is None:
+        mask = torch.ones(1, 1, T, T, dtype=torch.bool).tril()
+    bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+    q = q * q.size(3) ** -0.5
+    blocks = []
+    for start in range(0, T, rows):
+        end = min(start + rows, T)
+        scores = q[:, :, start:end] @ k[:, :, :end].mT
+        weights = (scores + bias[:, :, start:end, :end]).softmax(-1)
+        blocks.append(weights @ v[:, :, :end])
+    return torch.cat(blocks, 2)
 
 
 def keep_freed_memory() -> bool:

@@ -49,7 +49,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import gather_rows, linear_cross_entropy, rms_norm
+from kernels import attend, gather_rows, linear_cross_entropy, rms_norm
 
 
 @dataclass
@@ -227,19 +227,6 @@ def rotate(x, rotary):
     """Rotary embedding of x (B, T, H, d_h), half-split as in Hugging Face's Llama."""
     cos, sin = (t.to(x.dtype) for t in rotary)
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
-
-
-def attend(q, k, v, mask):
-    """Attention of the last T positions to those of all S that mask (B, 1, T, S) allows; None:
-    causal. q (B, T, H, d_h), k and v (B, S, H_kv, d_h) -> (B, T, H*d_h)."""
-    B, T, H, d_h = q.shape
-    S = k.size(1)
-    if mask is None and 1 < T < S:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    y = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
-        is_causal=mask is None and T > 1, enable_gqa=k.size(2) != H)
-    return y.transpose(1, 2).reshape(B, T, H * d_h)
 
 
 class Cache:

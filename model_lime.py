@@ -35,7 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import linear_cross_entropy, rms_norm
+from kernels import attend, linear_cross_entropy, rms_norm
 
 
 @dataclass
@@ -143,20 +143,6 @@ def rotate(x, rotary):
     """Rotary embedding of x (B, T, H, d_h), half-split as in Hugging Face's Llama."""
     cos, sin = (t.to(x.dtype) for t in rotary)
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
-
-
-def attend(q, k, v):
-    """Causal attention of the last T positions to all S.
-    q (B, T, H, d_h), k and v (B, S, H_kv, d_h) -> (B, T, H*d_h)."""
-    B, T, H, d_h = q.shape
-    S = k.size(1)
-    mask = None
-    if 1 < T < S:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=T == S and T > 1, enable_gqa=k.size(1) != H)
-    return y.transpose(1, 2).reshape(B, T, H * d_h)
 
 
 class Cache:

@@ -40,8 +40,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import (gather_dot, gather_sum, linear_cross_entropy, product_key_topk, rms_norm,
-                     sort_indices, tucker_topk)
+from kernels import (attend, gather_dot, gather_sum, linear_cross_entropy, product_key_topk,
+                     rms_norm, sort_indices, tucker_topk)
 
 RANK = 2                          # r, Tucker ranks
 CORES = 2                         # H, Tucker cores; each weighs a slice of the value
@@ -215,20 +215,6 @@ def rotate(x, rotary):
     """Rotary embedding of x (B, T, H, d_h), half-split as in Hugging Face's Llama."""
     cos, sin = (t.to(x.dtype) for t in rotary)
     return x * cos + x.roll(x.size(-1) // 2, -1) * sin
-
-
-def attend(q, k, v):
-    """Causal attention of the last T positions to all S.
-    q (B, T, H, d_h), k and v (B, S, H_kv, d_h) -> (B, T, H*d_h)."""
-    B, T, H, d_h = q.shape
-    S = k.size(1)
-    mask = None
-    if 1 < T < S:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=T == S and T > 1, enable_gqa=k.size(1) != H)
-    return y.transpose(1, 2).reshape(B, T, H * d_h)
 
 
 class Cache:
