@@ -154,10 +154,13 @@ def pairs(exp):
 
 
 def settings(exp, scale, name):
-    """A variant's keys for train.py. cpu=dict(...) in its overrides is for that scale alone."""
+    """A variant's keys for train.py. cpu=dict(...) in its overrides is for scale cpu and those
+    whose names begin with cpu_; cpu_4M=dict(...), then, for that scale alone."""
     overrides = dict(exp.variants[name].overrides)
-    own = {other: overrides.pop(other, {}) for other in ("cpu", "gpu")}
-    return {"model": exp.model, **getattr(exp, scale), **overrides, **own[scale]}
+    own = {key: overrides.pop(key) for key in list(overrides) if key[:3] in ("cpu", "gpu")}
+    device = scale.partition("_")[0]
+    return {"model": exp.model, **getattr(exp, scale), **overrides, **own.get(device, {}),
+            **own.get(scale, {})}
 
 
 def prepared_data(exp, opt):
@@ -193,12 +196,12 @@ def find_start(exp, opt, init_from, seed):
 
 def plan(exp, opt, dataset):
     """All runs, seed by seed."""
-    names = list(exp.variants)
-    if opt.only:
-        names = [name.strip() for name in opt.only.split(",")]
-    for name in names:
+    only = [name.strip() for name in opt.only.split(",") if name.strip()]
+    for name in only:
         need(name in exp.variants, f"--only={opt.only}: there is no variant {name!r}, "
              f"but {', '.join(exp.variants)}")
+    wanted = {exp.baseline.get(name, name) for name in only} | set(only)      # a row has two runs
+    names = [name for name in exp.variants if name in wanted or not only]
     runs = []
     for seed in range(opt.seeds if opt.seeds > 0 else exp.seeds):
         for name in names:
@@ -374,14 +377,14 @@ def collect(exp, opt, runs, file, data_id=""):
     return present
 
 
-def results_file(exp, scale):
-    return ROOT / "experiments" / "results" / f"{exp.name}-{scale}.jsonl"
+def results_file(name, scale):
+    return ROOT / "experiments" / "results" / f"{name}-{scale}.jsonl"
 
 
 def results_of(path, scale):
     """{variant: {seed: row}} of what the experiment file has run with its present settings."""
     exp = load_experiment(path, scale)
-    file = results_file(exp, scale)
+    file = results_file(exp.name, scale)
     rows = collect(exp, Options(scale=scale), [], file) if file.exists() else {}
     need(any(rows.values()), f"no results in {file.relative_to(ROOT)} yet: first "
          f"python train.py experiments/{exp.name}.py --scale={scale}")
@@ -604,9 +607,10 @@ def main(path, argv, dataset=""):
     overrides, others = configure(argv, defaults)
     need(not others, f"one experiment at a time, not also {', '.join(others)}")
     opt = Options(**{"dataset": dataset, **overrides})
-    need(opt.scale in ("cpu", "gpu"), f"--scale={opt.scale}: must be cpu or gpu")
+    need(opt.scale[:3] in ("cpu", "gpu"), f"--scale={opt.scale}: must be cpu or gpu, or what the "
+         "experiment has beside them")
     exp = load_experiment(path, opt.scale)
-    results = results_file(exp, opt.scale)
+    results = results_file(exp.name, opt.scale)
     runs = []
     code = 0
 
@@ -628,8 +632,11 @@ def main(path, argv, dataset=""):
         except KeyboardInterrupt:
             print(f"\nstopped; go on with: python train.py {shlex.join([str(path), *argv])}")
             code = 130
-    plot(exp, report(), results.with_suffix(".png"))
+    rows = report()
+    plot(exp, rows, results.with_suffix(".png"))
     print("", results.with_suffix(".md").read_text(encoding="utf-8"), results, sep="\n")
+    if code == 0 and hasattr(exp, "finish"):
+        exp.finish(rows, opt.scale)
     return code
 
 

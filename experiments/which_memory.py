@@ -1,17 +1,18 @@
-"""Which memory is worth its cost? Each architecture against its own plain baseline: same data,
-tokens and shape, paired seeds.
+"""Which memory is worth its cost, as the text grows? Each architecture against its own plain
+baseline: same data, tokens and shape, paired seeds.
 
 The text has invented facts in it, each mentioned 1 to 100 times (experiments/tasks.py facts), and a
 run goes over it once, so that one run gives both the bits per byte and what was remembered. MIDUS
 and the post-hoc bank start from the trained baseline and are compared with going on with the
-baseline over the same text. The baselines' runs over half of the text say what more steps would
-have bought. All train their matrices with Muon, at which_rates.py's rates, and MoVE by its recipe.
+baseline over the same text. "longer" is a baseline that has as much time as its memory: so many
+more steps (`times`), over the same text again. Scale cpu has 1M tokens, cpu_4M and cpu_16M have
+more. All train their matrices with Muon, at which_rates.py's rates, and MoVE by its recipe.
 
-`python experiments/which_memory.py` then measures the costs, if they are not there yet, and makes
-the table and the two pictures of the README.
+A model of your own, model_mine.py, has a row, too: `python train.py experiments/which_memory.py
+--only=mine --seeds=1` runs it and its baseline. The costs are measured after the runs, on the same
+machine, which has to be quiet; the tables and pictures of all lengths come last.
 """
 import json
-import math
 import re
 import subprocess
 import sys
@@ -30,16 +31,21 @@ from prepare_fineweb import guard, need
 model = "move"
 metric = "val_bpb"
 seeds = 3
+facts = "experiments/tasks.py facts --clusters=8,8"
 prepare = dict(
-    cpu="experiments/tasks.py facts --clusters=8,8 --text_chars=29000000 --out=data/facts_cpu",
+    cpu=f"{facts} --text_chars=3100000 --out=data/facts_1M",
+    cpu_4M=f"{facts} --text_chars=14500000 --out=data/facts_4M",
+    cpu_16M=f"{facts} --text_chars=60000000 --out=data/facts_16M",
     gpu="experiments/tasks.py facts --clusters=16,16 --text_chars=400000000 --per_bucket=208 "
         "--vocab_size=16384 --out=data/facts_gpu")
-cpu = dict(depth=4, n_embd=128, batch_tokens=4096, max_iters=2000, eval_interval=250,
-           eval_tokens=131072, sample_tokens=0)                 # 8.2M tokens, one epoch
+shape = dict(depth=4, n_embd=128, batch_tokens=4096, eval_tokens=131072, sample_tokens=0)
+cpu = dict(shape, max_iters=240, eval_interval=60)              # one epoch
+cpu_4M = dict(shape, max_iters=960, eval_interval=240)
+cpu_16M = dict(shape, max_iters=3840, eval_interval=480)
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, sample_tokens=0)
-half = {"cpu": dict(max_iters=1000), "gpu": dict(max_iters=400)}
+lengths = dict(cpu=cpu, cpu_4M=cpu_4M, cpu_16M=cpu_16M, gpu=gpu)
 untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's other rates
-tuned = {                       # at scale cpu; close to the best of which_rates.py
+tuned = {                       # at scale cpu; the best of which_rates.py
     "MoVE": {},
     "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
     "UltraMemV2": dict(learning_rate=36e-4),
@@ -47,6 +53,10 @@ tuned = {                       # at scale cpu; close to the best of which_rates
     "MIDUS base": dict(learning_rate=18e-3),
 }
 bank = dict(memory_lr=1 / 3)                                    # HierMem's: 5e-3, the recipe's rate
+times = {                       # a step's time in units of its baseline's, rounded from step_time.py
+    "MoVE": 1.06, "LIMe": 1.05, "UltraMemV2": 2.3, "HierMem": 1.1, "MIDUS": 0.8,
+    "HierMem post-hoc": 0.9,
+}
 models = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
 for path in sorted(run.ROOT.glob("model_*.py")):                # and your own
     own = path.stem.removeprefix("model_")
@@ -60,17 +70,20 @@ def keys_of(title, name):
     return dict(model=name, **untuned, cpu=tuned.get(title, {}))
 
 
+def longer(title):
+    """At each scale, the steps of a baseline that takes as much time as the memory."""
+    return {scale: dict(max_iters=round(times[title] * keys["max_iters"]))
+            for scale, keys in lengths.items()}
+
+
 variants = {}
 baseline = {}
 for title, name in models.items():
     keys = keys_of(title, name)
-    shorter = {scale: {**keys.get(scale, {}), **half[scale]} for scale in half}
     memory = bank if title == "HierMem" else {}
     variants[f"{title} dense"] = (dict(keys, dense=True), None)
     variants[title] = (dict(keys, **memory), None)
-    variants[f"{title} dense x0.5"] = ({**keys, "dense": True, **shorter}, None, 1)
     baseline[title] = f"{title} dense"
-    baseline[f"{title} dense x0.5"] = f"{title} dense"
 midus = dict(model="midus", init_from="@MIDUS base", phase="cpt", **untuned)
 hiermem = dict(keys_of("HierMem", "hiermem"), init_from="@HierMem dense")
 variants.update({
@@ -86,9 +99,15 @@ baseline.update({
 })
 memories = (*models, "MIDUS", "HierMem post-hoc")
 claims = [f"{baseline[title]} > {title}" for title in memories]
+for title in times:
+    keys = variants[baseline[title]][0]
+    scales = longer(title)
+    scales["cpu"] = {**keys.get("cpu", {}), **scales["cpu"]}
+    variants[f"{baseline[title]} longer"] = ({**keys, **scales}, None)
+    claims.append(f"{baseline[title]} longer > {title}")
 
 
-# ---------------------------------------------------------------- costs, table and pictures
+# ---------------------------------------------------------------- costs, tables and pictures
 
 def folder_of(title, scale):
     return run.ROOT / f"out/which_memory-{scale}" / run.slug(title) / "s0"
@@ -125,13 +144,11 @@ def decode_ratio(title, scale, device):
     return mine / dense
 
 
-def costs(rows, scale):
-    """Of each memory, in units of its baseline's: a training step, decoding, peak memory."""
+def costs(rows, scale, titles, ratios):
+    """Adds to the ratios those of the titles, in units of their baselines': the time of a training
+    step and of decoding, peak memory."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ratios = {}
-    for title in memories:
-        if 0 not in rows[title]:
-            continue
+    for title in titles:
         result = json.loads((folder_of(title, scale) / "result.json").read_text())
         keys = dict(rows[title][0]["overrides"], dataset=result["config"]["dataset"])
         peaks = []
@@ -144,39 +161,28 @@ def costs(rows, scale):
     return {"machine": f"{machine}, torch {torch.__version__}", "ratios": ratios}
 
 
-def more_steps(rows, title, ratio):
-    """Bits per byte that the baseline would gain in `ratio` times the time: as much per doubling of
-    its tokens as by the last one. Curves flatten: this flatters a baseline with more time, and is
-    unkind to one with less. Of a continued baseline the second phase alone is scaled."""
-    base = baseline[title]
-    if "continued" in base:
-        before = baseline[base]
-        tokens = (1 + ratio) / 2
-    else:
-        before = f"{base} x0.5"
-        tokens = ratio
-    return math.log2(tokens) * mean(run.differences(metric, rows, before, base))
-
-
-def gains(rows, title, ratio):
+def gains(rows, title):
     """The gain of each seed in bits per byte, at equal tokens and at equal time."""
-    gain = run.differences(metric, rows, baseline[title], title)
-    extra = more_steps(rows, title, ratio)
-    return gain, [g - extra for g in gain]
+    base = baseline[title]
+    gain = run.differences(metric, rows, base, title)
+    if title not in times:
+        return gain, []
+    return gain, run.differences(metric, rows, f"{base} longer", title)
 
 
 def table(rows, measured):
-    lines = run.heading(["memory", "parameters", "step time", "memory in training", "decoding time",
-                         "bpb of its baseline", "gain, equal tokens", "verdict",
+    """The table of one length."""
+    lines = run.heading(["memory", "parameters", "step time", "memory in training",
+                         "decoding time", "bpb of its baseline", "gain, equal tokens", "verdict",
                          "gain, equal time", "verdict", "seeds"])
     for title, cost in measured["ratios"].items():
         base = rows[baseline[title]]
-        gain, in_time = gains(rows, title, cost["step"])
+        gain, in_time = gains(rows, title)
         added = rows[title][0]["params"]["total"] - base[0]["params"]["total"]
         lines.append(run.line([
             title, f"{added:+,}", f"{cost['step']:.2f}x", f"{cost['memory']:.2f}x",
             f"{cost['decode']:.2f}x", run.text([row[metric] for row in base.values()]),
-            run.text(gain, "+"), run.verdict(gain), f"{mean(in_time):+.4f}", run.verdict(in_time),
+            run.text(gain, "+"), run.verdict(gain), run.text(in_time, "+"), run.verdict(in_time),
             str(len(gain))]))
     lines += ["", *run.heading(["recall by mentions", *map(str, MENTIONS)])]
     for title in measured["ratios"]:
@@ -189,16 +195,53 @@ def table(rows, measured):
     return "\n".join(lines) + "\n"
 
 
+def growth(found):
+    """{scale: rows} -> the table of gains at equal tokens by length."""
+    lines = run.heading(["gain in bits per byte", *(f"{tokens(found[s]):,}" for s in found)])
+    for title in memories:
+        cells = [run.text(gains(rows, title)[0], "+") for rows in found.values()]
+        lines.append(run.line([title, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def tokens(rows):
+    return rows["MoVE"][0]["tokens"]
+
+
+def draw_growth(found, file):
+    """Gain over tokens, a line a memory, with its one-sided 95% bound."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for title in memories:
+        points = []
+        for rows in found.values():
+            gain, _ = gains(rows, title)
+            if gain:
+                bound = run.noise(gain) if len(gain) > 1 else 0
+                points.append((tokens(rows), mean(gain), bound))
+        if points:
+            x, y, bounds = zip(*points)
+            axes.errorbar(x, y, yerr=bounds, fmt="o-", capsize=4, label=title)
+    axes.axhline(0, color="grey", linewidth=1)
+    axes.set(xscale="log", xlabel="tokens", ylabel="gain in bits per byte",
+             title="What a memory gains as the text grows")
+    axes.legend()
+    figure.savefig(file, dpi=120)
+
+
 def draw_gains(rows, measured, file):
+    """Gain at equal tokens and at equal time, by the time of a step."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
     for n, (title, cost) in enumerate(measured["ratios"].items()):
-        gain, in_time = gains(rows, title, cost["step"])
+        gain, in_time = gains(rows, title)
         bar = run.noise(gain) if len(gain) > 1 else None
         axes.errorbar(cost["step"], mean(gain), yerr=bar, fmt="o", capsize=4, color=f"C{n}",
                       label=title)
-        axes.plot(cost["step"], mean(in_time), "v", mfc="none", color=f"C{n}")
+        if in_time:
+            axes.plot(cost["step"], mean(in_time), "v", mfc="none", color=f"C{n}")
     axes.plot([], [], "v", mfc="none", color="grey", label="at equal time")
     axes.axhline(0, color="grey", linewidth=1)
     axes.set(xlabel="time of a training step, x its baseline's", ylabel="gain in bits per byte",
@@ -223,21 +266,35 @@ def draw_recall(rows, measured, file):
     figure.savefig(file, dpi=120)
 
 
-def main(scale="cpu"):
-    rows = run.results_of(__file__, scale)
+def finish(rows, scale):
+    """After the runs: what has no costs yet is measured, then this length's table and pictures,
+    and those of all lengths."""
     stem = run.ROOT / "experiments" / "results" / f"which_memory-{scale}"
     file = Path(f"{stem}-cost.json")
-    if not file.exists():
-        need(folder_of("MoVE", scale).exists(), "the costs are measured where the runs were made: "
-             f"{folder_of('MoVE', scale).relative_to(run.ROOT)} is not here")
-        file.write_text(json.dumps(costs(rows, scale), indent=1))
-    measured = json.loads(file.read_text())
+    measured = json.loads(file.read_text()) if file.exists() else {"ratios": {}}
+    ready = [title for title in memories if 0 in rows[title] and 0 in rows[baseline[title]]]
+    missing = [title for title in ready if title not in measured["ratios"]
+               and (folder_of(title, scale) / "ckpt.pt").exists()]
+    if missing:
+        measured = costs(rows, scale, missing, measured["ratios"])
+        file.write_text(json.dumps(measured, indent=1))
+    measured["ratios"] = {title: cost for title, cost in measured["ratios"].items()
+                          if title in ready}
     Path(f"{stem}-summary.md").write_text(table(rows, measured), encoding="utf-8")
     draw_gains(rows, measured, f"{stem}-gain.png")
     draw_recall(rows, measured, f"{stem}-recall.png")
-    print(table(rows, measured))
+    found = {}
+    for other in lengths:
+        if run.results_file(Path(__file__).stem, other).exists():
+            found[other] = run.results_of(__file__, other)
+    found = {other: rows for other, rows in found.items() if 0 in rows["MoVE"]}
+    stem = run.ROOT / "experiments" / "results" / "which_memory-growth"
+    Path(f"{stem}.md").write_text(growth(found), encoding="utf-8")
+    draw_growth(found, f"{stem}.png")
+    print(table(rows, measured), growth(found), sep="\n")
 
 
 if __name__ == "__main__":
     guard("which_memory.py")
-    main(*sys.argv[1:2])
+    scale = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    finish(run.results_of(__file__, scale), scale)
