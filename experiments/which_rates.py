@@ -22,6 +22,7 @@ baseline = {}
 def add(title, first, rate, **keys):
     """A variant TITLE RATE; its baseline is FIRST."""
     name = f"{title} {rate:.2g}"
+    rate = float(f"{rate:.2g}")
     owner = next(other for other in recipes if title.startswith(other.split()[0]))
     variants[name] = (dict(model=models.get(owner, "midus"), optimizer="muon", schedule="wsd",
                            learning_rate=rate, **keys), None)
