@@ -195,6 +195,20 @@ def finished(lab):
     return path
 
 
+def test_one_row_runs_with_its_baseline_at_a_scale_of_the_files_own(lab):
+    """A function `finish` comes after the table."""
+    variants = {name: TOYS[name] for name in ("standard", "Big x1", "tuned")}
+    variants["tuned"][0]["cpu_long"] = dict(steps=11)
+    path = experiment(lab, variants, cpu_long={"steps": 8})
+    with path.open("a") as file:
+        file.write("def finish(rows, scale):\n"
+                   "    open('finished.txt', 'w').write(f'{scale} {len(rows)}')\n")
+    assert runner.main(path, ["--scale=cpu_long", "--seeds=1", "--only=tuned"]) == 0
+    assert runs_of(lab) == ["standard/s0", "tuned/s0"]
+    assert [call["steps"] for call in calls(lab)] == ["8", "11"]
+    assert Path("finished.txt").read_text() == "cpu_long 3"
+
+
 def test_an_experiment_runs_seed_by_seed_and_goes_on(finished, lab, capsys):
     """"@_old" is the folder beside the experiment's own; "@other/base" a run of another file."""
     assert " ".join(runs_of(lab)) == (
@@ -538,29 +552,39 @@ def test_exchange_rate_same_flops(scale, vocab_size):
     assert cost["L+2 same steps"] > cost["L+1 same steps"] > 1.1 * cost["MoVE x8"]
 
 
-def test_which_memory_counts_equal_time_by_the_baselines_last_doubling(tmp_path):
+def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monkeypatch):
     from experiments import which_memory
+    keys = which_memory.variants["UltraMemV2 dense longer"][0]
+    assert keys["cpu_4M"]["max_iters"] == round(960 * which_memory.times["UltraMemV2"])
     bpb = dict.fromkeys(which_memory.variants, (2.0, 2.02))     # dense, and whoever is not below
-    bpb.update({"MoVE": (1.95, 1.98), "MoVE dense x0.5": (2.1,), "MIDUS": (1.9, 1.9),
-                "MIDUS base": (2.0, 2.0), "MIDUS base continued": (1.8, 1.8)})
-    rows = {}
-    for name, values in bpb.items():
-        row = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS}
-        row["params"] = {"total": 107 if name == "MoVE" else 100}
-        rows[name] = {seed: dict(row, val_bpb=value) for seed, value in enumerate(values)}
+    bpb.update({"MoVE": (1.95, 1.98), "MoVE dense longer": (1.96, 1.97), "MIDUS": (1.9,)})
+    found = {}
+    for scale, tokens in (("cpu", 10), ("cpu_4M", 40)):
+        found[scale] = {}
+        for name, values in bpb.items():
+            row = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS} | {"tokens": tokens}
+            row["params"] = {"total": 107 if name == "MoVE" else 100}
+            found[scale][name] = {seed: dict(row, val_bpb=x) for seed, x in enumerate(values)}
     cost = dict(step=1.5, decode=0.5, memory=2.0)
+    results = tmp_path / "experiments" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "results_of", lambda file, scale: found[scale])
+    for scale in found:
+        (results / f"which_memory-{scale}.jsonl").write_text("")
     measured = {"machine": "toy", "ratios": {"MoVE": cost, "MIDUS": cost}}
-    _, _, move, midus, *_ = which_memory.table(rows, measured).splitlines()
-    # Steps of 1.5 times the time buy the baseline so much of a doubling.
-    at_time = 0.045 - 0.1 * math.log2(1.5)
+    (results / "which_memory-cpu-cost.json").write_text(json.dumps(measured))
+    which_memory.finish(found["cpu"], "cpu")
+    _, _, move, midus, *_ = (results / "which_memory-cpu-summary.md").read_text().splitlines()
     assert move == ("| MoVE | +7 | 1.50x | 2.00x | 0.50x | 2.0100 ± 0.0141 | +0.0450 ± 0.0071 "
-                    f"| holds | {at_time:+.4f} | inside noise | 2 |")
-    # Of two phases the second alone takes longer.
-    at_time = -0.1 - 0.2 * math.log2(1.25)
-    assert midus.endswith(f"| -0.1000 ± 0.0000 | reversed | {at_time:+.4f} | reversed | 2 |")
-    which_memory.draw_gains(rows, measured, tmp_path / "gain.png")
-    which_memory.draw_recall(rows, measured, tmp_path / "recall.png")
-    assert (tmp_path / "gain.png").exists() and (tmp_path / "recall.png").exists()
+                    "| holds | +0.0000 ± 0.0141 | inside noise | 2 |")
+    assert midus.endswith("| +0.1000 | sign agrees (1 seed) | +0.1000 | sign agrees (1 seed) | 1 |")
+    heading, _, move, *_ = (results / "which_memory-growth.md").read_text().splitlines()
+    assert heading == "| gain in bits per byte | 10 | 40 |"
+    assert move == "| MoVE | +0.0450 ± 0.0071 | +0.0450 ± 0.0071 |"
+    pictures = {path.name for path in results.glob("*.png")}
+    assert pictures == {"which_memory-cpu-gain.png", "which_memory-cpu-recall.png",
+                        "which_memory-growth.png"}
 
 
 def test_rates_of_midus_are_drawn_as_a_line_for_each_method(tmp_path, monkeypatch):
