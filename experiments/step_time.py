@@ -3,13 +3,17 @@ The time of a training step beside that of the model's own dense baseline, step 
 
     python experiments/step_time.py --model=lime --depth=4
     python experiments/step_time.py --model=move --dtype=float32 --profile=True
+    python experiments/step_time.py --model=lime --depth=6 --n_embd=384 --gpt=True
 
-All options but these two are train.py's; the data decides nothing here but the vocabulary. The
-figures are medians; the steps are train.py's own, forward, backward, clipping and optimizers.
---profile=True prints which of torch's operations take the time.
+All options but these are train.py's; the data decides nothing here but the vocabulary. The figures
+are medians; the steps are train.py's own, forward, backward, clipping and optimizers. --gpt=True
+adds a plain GPT of the same shape to the race, built and trained as nanoGPT builds it, in float32.
+--profile=True prints which of torch's operations take the time. --json_file=FILE adds a line with
+the figures to a file.
 """
 import contextlib
 import io
+import json
 import runpy
 import sys
 import tempfile
@@ -22,10 +26,14 @@ sys.path.insert(0, str(ROOT))
 from prepare_fineweb import configure, guard, help_text, need
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 rounds = 12                     # steps that count, after three to warm up
+gpt = False                     # beside them a plain GPT in float32
 profile = False                 # print torch.profiler's table of three more steps
-_defaults = {"rounds": rounds, "profile": profile}
+json_file = ""                  # a line with the figures is added to this file
+_defaults = {"rounds": rounds, "gpt": gpt, "profile": profile, "json_file": json_file}
 
 
 def trained(flags):
@@ -42,6 +50,65 @@ def dense_flags(flags, run):
     gone = {"dense", "preset", "depth", "init_from", *config}
     kept = [flag for flag in flags if flag.removeprefix("--").split("=")[0] not in gone]
     return kept + [f"--{key}={value}" for key, value in config.items()]
+
+
+class Block(nn.Module):
+    """A block of GPT-2, without biases."""
+
+    def __init__(self, n_embd, n_head):
+        super().__init__()
+        self.n_head = n_head
+        self.norm_1 = nn.LayerNorm(n_embd, bias=False)
+        self.qkv = nn.Linear(n_embd, 3 * n_embd, bias=False)
+        self.proj = nn.Linear(n_embd, n_embd, bias=False)
+        self.norm_2 = nn.LayerNorm(n_embd, bias=False)
+        self.up = nn.Linear(n_embd, 4 * n_embd, bias=False)
+        self.down = nn.Linear(4 * n_embd, n_embd, bias=False)
+
+    def forward(self, x):
+        B, T, d = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, d))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    """nanoGPT's model: learned positions, a head that is the embedding, the loss of all logits."""
+
+    def __init__(self, config):
+        super().__init__()
+        d = config.n_embd
+        self.embed = nn.Embedding(config.vocab_size, d)
+        self.positions = nn.Parameter(0.02 * torch.randn(config.block_size, d))
+        self.blocks = nn.Sequential(*(Block(d, config.n_head) for _ in range(config.n_layer)))
+        self.norm = nn.LayerNorm(d, bias=False)
+
+    def forward(self, idx, targets):
+        x = self.embed(idx) + self.positions[:idx.size(1)]
+        logits = F.linear(self.norm(self.blocks(x)), self.embed.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def plain_gpt(run):
+    """A GPT of the model's shape and its training step, for race()."""
+    model = GPT(run["model_config"]).to(run["device"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    size = run["batch_size"]
+
+    def train_step(batch, step):
+        x, y, _ = batch
+        for first in range(0, len(x), size):
+            part = slice(first, first + size)
+            loss = model(x[part].to(run["device"]), y[part].to(run["device"]))
+            (loss * size / len(x)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if run["gpu"]:
+            torch.cuda.synchronize()
+
+    return {"fetch": run["fetch"], "train_step": train_step}
 
 
 def race(runs, rounds):
@@ -78,12 +145,24 @@ def main(argv):
     dense = run["module"].DENSE
     if any(getattr(run["model_config"], key) != value for key, value in dense.items()):
         runs["dense"] = trained(dense_flags(flags, run))
+    if options["gpt"]:
+        runs["gpt"] = plain_gpt(run)
+        race({"gpt": runs["gpt"]}, 3)
     times = race(runs, options["rounds"])
+    others = [name for name in ("dense", "gpt") if name in times]
     for name, seconds in times.items():
-        pace, ratio = run["batch_tokens"] / seconds, seconds / times.get("dense", seconds)
-        print(f"{name:5} {1e3 * seconds:8.1f} ms a step, {pace:,.0f} tok/s, {ratio:.3f} of dense")
+        pace = run["batch_tokens"] / seconds
+        ratios = [f", {seconds / times[other]:.3f} of {other}" for other in others]
+        print(f"{name:5} {1e3 * seconds:8.1f} ms a step, {pace:,.0f} tok/s{''.join(ratios)}")
     print(f"medians of {options['rounds']} steps in turn; {run['device']}, {run['dtype']}, torch "
           f"{torch.__version__}, {torch.get_num_threads()} threads")
+    if options["json_file"]:
+        result = {"model": run["model"], "seconds": times, "tokens": run["batch_tokens"],
+                  "config": vars(run["model_config"]), "compile": run["compile"],
+                  "dtype": run["dtype"], "device": run["device"], "torch": torch.__version__,
+                  "threads": torch.get_num_threads(), "rounds": options["rounds"]}
+        with open(options["json_file"], "a") as file:
+            file.write(json.dumps(result) + "\n")
     if options["profile"]:
         print_profile(run)
 
