@@ -298,8 +298,20 @@ def stop(processes):
             process.kill()
 
 
-def run_all(runs, opt, metric, finished):
-    """Run what is not finished, opt.jobs at once, calling finished() after each. -> the failed."""
+def recorded(runs, rows):
+    """The folders of runs that have a row among the results, made here or elsewhere, and whose
+    checkpoint no other one needs."""
+    folders = {run.folder for run in runs if run.seed in rows[run.name]}
+    while True:
+        needed = {run.needs for run in runs if run.folder not in folders} & folders
+        if not needed:
+            return folders
+        folders -= needed
+
+
+def run_all(runs, opt, metric, finished, known):
+    """Run what is neither finished nor among the folders known, opt.jobs at once, calling
+    finished() after each. -> the failed."""
     pending = list(runs)
     running = {}                                                # run -> process
     failed = []
@@ -308,7 +320,7 @@ def run_all(runs, opt, metric, finished):
             run = next_run(pending, running)
             if run and len(running) < opt.jobs:
                 pending.remove(run)
-                if run.result():
+                if run.result() or run.folder in known:
                     print(f"  {run.name}, seed {run.seed}: finished earlier")
                 elif run.needs and not (ROOT / run.needs / "ckpt.pt").exists():
                     print(f"  {run.name}, seed {run.seed}: needs {run.needs}/ckpt.pt, "
@@ -624,11 +636,11 @@ def main(path, argv, dataset=""):
         runs = plan(exp, opt, dataset)
         for run in runs:
             check_begun(run)
-        report(data_id_of(dataset))                             # refuses other data before it runs
+        known = recorded(runs, report(data_id_of(dataset)))     # refuses other data before it runs
         for number in (signal.SIGINT, signal.SIGTERM):          # a shell's & ignores SIGINT
             signal.signal(number, signal.default_int_handler)
         try:
-            code = 1 if run_all(runs, opt, exp.metric, report) else 0
+            code = 1 if run_all(runs, opt, exp.metric, report, known) else 0
         except KeyboardInterrupt:
             print(f"\nstopped; go on with: python train.py {shlex.join([str(path), *argv])}")
             code = 130
