@@ -164,9 +164,16 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     rows, cols = tucker_search(*scores, m_key, m)
     row = pick_ranks(s_row, rows)
     col = pick_ranks(s_col, cols)
-    with torch.autocast(s_row.device.type, enabled=False):
-        scores = torch.einsum("prxm,hrxy,prym->prmh", row, core.to(row.dtype), col)
-    return scores, rows * n + cols
+    right = core_times(core.to(row.dtype).transpose(0, 1), col[:, :, None])    # (P, R, H, r, m)
+    scores = (row[:, :, None] * right).sum(3)    # (P, R, H, m)
+    return scores.transpose(2, 3), rows * n + cols
+
+
+def core_times(core, s):
+    """sum_y core[x,y] s[y,j] for core (..., r, r), s (..., r, m) -> (..., r, m): products and sums,
+    since a matrix product of fp32 may run in TF32.
+    """
+    return (core[..., None] * s[..., None, :, :]).sum(-2)
 
 
 def pick_ranks(s, index):
@@ -605,8 +612,8 @@ def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
     j = v_score.topk(m_key).indices
     row = pick_ranks(s_row, i)    # (P, R, r, m_key)
     col = pick_ranks(s_col, j)
-    with torch.autocast(s_row.device.type, enabled=False):
-        grid = row.transpose(2, 3) @ core_sum.to(dtype) @ col
+    right = core_times(core_sum.to(dtype), col)
+    grid = (row[..., None] * right[..., None, :]).sum(2)    # (P, R, m_key, m_key)
     best = grid.flatten(2).topk(m).indices    # (P, R, m) of the m_key x m_key grid
     return i.gather(2, best // m_key), j.gather(2, best % m_key)
 

@@ -872,6 +872,28 @@ def test_kernels_tucker_topk_gradients_and_exact_prefilter_of_a_rank_1_core():
     torch.testing.assert_close(found[..., 0], grid.topk(4).values)
 
 
+class Operators(TorchDispatchMode):
+    """The names of the operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_kernels_tucker_scores_are_fp32_whatever_matrix_products_are():
+    s_row, s_col, u, v, core = (t.float().requires_grad_() for t in tucker_inputs())
+    with Operators() as seen:
+        kernels.tucker_topk(s_row, s_col, u, v, core, 4, 5)[0].sum().backward()
+        kernels.tucker_search_torch(s_row, s_col, u, v, core.sum(0), 4, 5)
+    assert {"nanomem::tucker_search", "aten::mul.Tensor"} < seen.names
+    products = "mm bmm addmm baddbmm matmul einsum dot mv".split()
+    assert not seen.names & {f"aten::{name}" for name in products}
+
+
 # ---------------------------------------------------------------- the sums
 
 # What the three sums must survive, as (N, d, P, k, H, n_blocks). C = 32 positions make a window, so
