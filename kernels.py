@@ -734,6 +734,13 @@ def cross_entropy_torch(z, targets, softcap, gradient):
 
 
 # ================================================================ Triton path: search
+
+def launch(kernel, grid, *args, **options):
+    """On the device of the first tensor, where Triton by itself takes the current one."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **options)
+
+
 # Top-k inside a program: a score and its index travel as one int64, the score in the upper half, so
 # that sorting these sorts the scores. The bits of fp32 compare like integers once those of negative
 # numbers are flipped. PADDING loses to every score, to -inf too.
@@ -832,7 +839,8 @@ def product_key_search_triton(s_row, s_col, k):
     rows, cols = product_key_search_fake(s_row, s_col, k)
     lists = ranks.new_empty(P, 2, K2)
     if P:
-        product_key_kernel[(triton.cdiv(P, BLOCK_P),)](
+        launch(
+            product_key_kernel, (triton.cdiv(P, BLOCK_P),),
             s_row.contiguous(), s_col.contiguous(), ranks, lists, rows, cols, P, n, k, C,
             N2, K2, C2, power_of_2(k), BLOCK_P)
     return rows, cols
@@ -881,7 +889,8 @@ def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
     rows, cols = tucker_search_fake(s_row, s_col, u, v, core_sum, m_key, m)
     if P * R:
         u, v, core_sum = (t.float().contiguous() for t in (u, v, core_sum))
-        tucker_kernel[(P * R,)](
+        launch(
+            tucker_kernel, (P * R,),
             s_row.contiguous(), s_col.contiguous(), u, v, core_sum, rows, cols, n, m_key, m, R, r,
             power_of_2(n, M2), M2, power_of_2(m), num_warps=4 if M2 <= 32 else 16)
     return rows, cols
@@ -910,7 +919,8 @@ def scatter_scores_triton(grad, index, n):
     BLOCK_Q = 1024 // BLOCK_N
     if Q:
         grid = (triton.cdiv(Q, BLOCK_Q), triton.cdiv(n, BLOCK_N))
-        scatter_scores_kernel[grid](
+        launch(
+            scatter_scores_kernel, grid,
             grad.contiguous(), index.contiguous(), out, Q, n, k, BLOCK_Q, BLOCK_N)
     return out
 
@@ -955,7 +965,8 @@ def gather_sum_triton(table, indices, weights, blocks, n_blocks):
     BLOCK_P = 1024 // BLOCK_D
     if P:
         programs = triton.cdiv(P, BLOCK_P) * n_blocks * H * triton.cdiv(D, BLOCK_D)
-        gather_sum_kernel[(programs,)](
+        launch(
+            gather_sum_kernel, (programs,),
             table.contiguous(), indices.contiguous(), weights, blocks, out, P, *weights.stride(),
             k, H, n_blocks, D, BLOCK_P, BLOCK_D)
     return out
@@ -1002,110 +1013,95 @@ def gather_dot_triton(table, indices, x, blocks, n_blocks, H):
     BLOCK_D = column_block(D, 256)
     BLOCK_P = 1024 // BLOCK_D
     if P:
-        gather_dot_kernel[(triton.cdiv(P, BLOCK_P) * H,)](
+        launch(
+            gather_dot_kernel, (triton.cdiv(P, BLOCK_P) * H,),
             table.contiguous(), indices.contiguous(), x.contiguous(), blocks, out, P, k, H,
             n_blocks, D, BLOCK_P, BLOCK_D)
     return out
 
 
-# To the rows. `keys` are the L = P*k indices in sorted order, so that the hits of a row are one run
-# of equal keys. A window is C consecutive positions of it; one program owns one window x BLOCK_D
-# columns whatever the runs are: a row hit by every query is spread over L/C programs. The program
-# gathers the window's weighted gradients into a C x BLOCK_D tile and multiplies it by the C x C
-# matrix of equal keys: then every position holds the sum over its run, as far as the run lies in
-# the window, and the run's last position writes it. A run inside the window goes to its row of
-# `out`, which nobody else writes; one that came in from the window before goes to partial[w, 0],
-# one that starts here and goes on to partial[w, 1]. (inf or NaN in one gradient spreads to its
-# window, since 0 * inf is NaN: such a step is lost anyway.)
+# To the rows. The L = P*k hits are sorted by row, so that those of one row are a run of equal keys.
+# A window is C consecutive hits; one program owns BLOCK_W windows x BLOCK_D columns whatever the
+# runs are: a row hit by every query is spread over L/C windows. It walks over the hits with a
+# running sum, which begins anew where the key changes and is written at the end of a run. A run
+# inside the window goes to its row of `out`, which nobody else writes. The others go to `partial`,
+# two sums for every border of windows: of the run that goes on beyond it, of the run that came in
+# over it. These sums are hits again, a sixteenth as many and sorted, with their keys in `borders`
+# (-1: no run crosses this border): the kernel adds them up in turn, until one window holds all. A
+# run that crosses a whole window is summed at its left border and leaves 0 at the right one.
 @jit
-def row_sums_kernel(grad, keys, order, dest, weights, blocks, out, partial, L, w_p, w_u, w_h,
+def row_sums_kernel(grad, keys, order, weights, blocks, out, partial, borders, w_p, w_u, w_h, L,
                     K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
-                    C: tl.constexpr, BLOCK_D: tl.constexpr):
+                    C: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
     width: tl.constexpr = H * D
     parts: tl.constexpr = H * ((D + BLOCK_D - 1) // BLOCK_D)
     part = tl.program_id(0) % parts
-    w = (tl.program_id(0) // parts).to(tl.int64)
+    w = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_W + tl.arange(0, BLOCK_W)
     h = part % H
     c = part // H * BLOCK_D + tl.arange(0, BLOCK_D)
     col = h * D + c
-    t = tl.arange(0, C)
-    e = w * C + t    # positions in sorted order
-    ok = e < L
-    entry = load_index(order + e, ok)
-    p = entry // K
-    u = entry % K
-    result = p * E
-    if E > 1:
-        result += load_index(blocks + entry, ok)
-    weight = load(weights + p * w_p + u * w_u + h * w_h, ok)
-    g = load_tile(grad, width, result, col, ok, c < D)
-    key = load_index(keys + e, ok)
-    same = (key[:, None] == key[None, :]).to(tl.float32)    # (C, C)
-    total = tl.dot(same, g * weight[:, None], input_precision="ieee")    # (C, BLOCK_D)
-
-    following = load_index(keys + e + 1, e + 1 < L)
-    before = load_index(keys + w * C - 1, w > 0)    # the window
-    after = load_index(keys + w * C + C, w * C + C < L)
-    came_in = key == before
-    goes_on = (key == after) & ~came_in
-    inside = ~came_in & ~goes_on
-    last = ok & ((t == C - 1) | (key != following))
-    row = load_index(dest + e, ok)
-    half = 2 * w + goes_on.to(tl.int64)
-    store_tile(out, width, row, col, last & inside, c < D, total)
-    store_tile(partial, width, half, col, last & ~inside, c < D, total)
-
-
-# Second step: one program per window x BLOCK_D columns of the whole row (D here). Where a run
-# starts in window w and goes on, the program adds partial[w, 1] and the partial[., 0] of the
-# windows that the run covers, BLOCK_W at a time, and writes the row. The others have nothing to do.
-@jit
-def merge_kernel(keys, dest, partial, out, L, W, D: tl.constexpr, C: tl.constexpr,
-                 BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
-    parts: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    w = (tl.program_id(0) // parts).to(tl.int64)
-    c = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
-    last = w * C + C - 1
-    key = load_index(keys + last, last < L)
-    following = load_index(keys + last + 1, last + 1 < L)
-    before = load_index(keys + w * C - 1, w > 0)
-    if (last < L) & (key == following) & (key != before):
-        total = load(partial + (2 * w + 1) * D + c, c < D)
-        first = w + 1
-        more = key == following
-        while more:
-            i = first + tl.arange(0, BLOCK_W)
-            hit = (i < W) & (load_index(keys + i * C, i < W) == key)
-            total += tl.sum(load_tile(partial, D, 2 * i, c, hit, c < D), 0)
-            first += BLOCK_W
-            more = tl.sum(hit.to(tl.int32), 0) == BLOCK_W
-        row = tl.load(dest + last).to(tl.int64)
-        tl.store(out + row * D + c, total, mask=c < D)
+    first = w * C
+    before = load_index(keys + first - 1, (first > 0) & (first < L))    # the window
+    key = before
+    following = load_index(keys + first, first < L)
+    border = (first > 0) & (first < L)
+    tl.store(borders + 2 * w - 1, tl.where(following == before, before, -1), mask=border)
+    total = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
+    for t in tl.range(0, C, loop_unroll_factor=4):
+        e = first + t
+        same = key == following
+        key = following
+        following = load_index(keys + e + 1, e + 1 < L)
+        ok = key >= 0
+        if order is None:
+            g = load_tile(grad, width, e, col, ok, c < D)
+        else:
+            entry = load_index(order + e, ok)
+            p = entry // K
+            u = entry % K
+            result = p * E
+            if E > 1:
+                result += load_index(blocks + entry, ok)
+            weight = load(weights + p * w_p + u * w_u + h * w_h, ok)
+            g = weight[:, None] * load_tile(grad, width, result, col, ok, c < D)
+        total = tl.where(same[:, None], total, 0.0) + g
+        last = ok & ((key != following) | (t == C - 1))
+        came_in = last & (key == before)
+        goes_on = last & (key == following) & ~came_in
+        inside = last & ~came_in & ~goes_on
+        store_tile(out, width, key, col, inside, c < D, total)
+        store_tile(partial, width, 2 * w - came_in.to(tl.int64), col, last & ~inside, c < D, total)
+    border = first + C < L
+    tl.store(borders + 2 * w, tl.where(following == key, key, -1), mask=border)
 
 
 def row_sums_triton(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
     P, k, H = weights.shape
-    L = P * k
     D = grad.shape[1] // H
     C = 32
-    keys = indices.reshape(-1)[order]
-    rows = keys
-    dest = keys
+    BLOCK_D = column_block(D, 128)
+    BLOCK_W = 512 // BLOCK_D
+    rows = indices.reshape(-1)[order]
+    keys = rows
     if sparse:    # number the distinct rows; how many they are is data, hence one synchronisation
         rows, count = keys.unique_consecutive(return_counts=True)
         n_rows = rows.shape[0]
-        dest = torch.arange(n_rows, device=keys.device).repeat_interleave(count, output_size=L)
+        keys = torch.arange(n_rows, device=keys.device)
+        keys = keys.repeat_interleave(count, output_size=P * k)
     out = grad.new_zeros(n_rows, H * D, dtype=dtype)
-    if L:
+    grad = grad.contiguous()
+    while keys.numel():
+        L = keys.shape[0]
         W = triton.cdiv(L, C)
-        BLOCK_D = column_block(D, 64)
-        BLOCK_ROW = column_block(H * D, 64)
-        partial = grad.new_empty(W, 2, H * D, dtype=torch.float32)
-        row_sums_kernel[(W * H * triton.cdiv(D, BLOCK_D),)](
-            grad.contiguous(), keys, order, dest, weights, blocks, out, partial, L,
-            *weights.stride(), k, H, n_blocks, D, C, BLOCK_D)
-        merge_kernel[(W * triton.cdiv(H * D, BLOCK_ROW),)](
-            keys, dest, partial, out, L, W, H * D, C, 32, BLOCK_ROW)
+        partial = grad.new_zeros(2 * W - 2, H * D, dtype=torch.float32)
+        borders = keys.new_empty(2 * W - 2)
+        programs = triton.cdiv(W, BLOCK_W) * H * triton.cdiv(D, BLOCK_D)
+        launch(
+            row_sums_kernel, (programs,), grad, keys, order, weights, blocks, out, partial, borders,
+            *weights.stride(), L, k, H, n_blocks, D, C, BLOCK_W, BLOCK_D)
+        grad = partial
+        keys = borders
+        order = None
     return rows, out
 
 
@@ -1155,7 +1151,8 @@ def cross_entropy_triton(z, targets, softcap, gradient):
     """As cross_entropy_torch."""
     rows, V = z.shape
     losses = z.new_empty(rows, dtype=torch.float32)
-    cross_entropy_kernel[(rows,)](
+    launch(
+        cross_entropy_kernel, (rows,),
         z, targets.contiguous(), losses, V, softcap, softcap > 0, gradient,
         min(power_of_2(V), 4096), num_warps=8)
     return losses

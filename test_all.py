@@ -7,6 +7,7 @@ import os
 
 # Before kernels.py is imported: the Triton kernels run on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+import contextlib
 import functools
 import gzip
 import inspect
@@ -911,7 +912,7 @@ SUMS = {
     "blocks": (5, 3, 8, 4, 1, 3),
     "blocks, slices": (4, 6, 9, 4, 2, 2),
     "wide": (12, 300, 6, 3, 1, 1),
-    "one row in 38 windows": (4, 3, 300, 4, 1, 1),    # 32 are merged at a time
+    "one row in 38 windows": (4, 3, 300, 4, 1, 1),    # three levels of sums
 }
 
 
@@ -1008,6 +1009,17 @@ def test_kernels_table_gradient_is_bitwise_reproducible(backend, sparse):
             table, weights))
     for first, second, shared in zip(*results):
         assert torch.equal(first, second) and torch.equal(first, shared)
+
+
+def test_kernels_a_gradient_that_is_no_number_reaches_its_own_rows_alone(backend):
+    grad = torch.randn(9, 4)
+    grad[3] = math.inf
+    grad[4, 1] = math.nan
+    indices = torch.tensor([0, 1, 2, 3, 3, 4, 5, 5, 0])[:, None]
+    ones = torch.ones(9, 1, 1)
+    sums = kernels.row_sums_dense(grad, indices, ones, None, 1, None, 6, torch.float32)
+    wanted = torch.zeros(6, 4).index_add(0, indices[:, 0], grad)
+    torch.testing.assert_close(sums, wanted, equal_nan=True)
 
 
 # ---------------------------------------------------------------- MoVE's bank
@@ -1322,6 +1334,39 @@ def operator_calls():
     yield kernels.linear_cross_entropy_op, head
 
 
+@no_triton
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    monkeypatch.setattr(kernels, "BACKEND", "triton")
+    guarded = []
+    launched = set()
+
+    @contextlib.contextmanager
+    def device_of(t):
+        guarded.append(t)
+        yield
+        guarded.pop()
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, first, *args, **options):
+            assert guarded[-1] is first
+            launched.add(self.name)
+
+    names = {name for name in vars(kernels) if name.endswith("_kernel")}
+    for name in names:
+        monkeypatch.setattr(kernels, name, Kernel(name))
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for op, args in operator_calls():
+        with torch.no_grad():
+            op(*args)
+    assert launched == names
+
+
 @pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=slow)])
 def test_kernels_opcheck(path, monkeypatch):
     monkeypatch.setattr(kernels, "BACKEND", path)
@@ -1486,7 +1531,7 @@ def test_kernels_compile_for_hopper_without_a_gpu_and_without_atomics():
     done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], cwd=ROOT, env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = "cross_entropy gather_dot gather_sum merge product_key row_sums scatter_scores tucker"
+    names = "cross_entropy gather_dot gather_sum product_key row_sums scatter_scores tucker"
     assert done.stdout.split() == [f"{name}_kernel" for name in names.split()]
 
 
