@@ -1310,6 +1310,14 @@ def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
 
 # ---------------------------------------------------------------- operators, dispatch, compilation
 
+@pytest.mark.parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
+def test_kernels_are_launched_on_the_gpu_that_was_asked_for(name, current, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
+    assert sample.pick_device(name) == name and chosen == current
+
+
 def operator_calls():
     table, indices, weights, blocks, n_blocks, x = sum_inputs("blocks, slices", torch.float32)
     order = kernels.sort_indices(indices)
@@ -3791,6 +3799,21 @@ def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
         assert sparse.is_coalesced() and sparse._indices().tolist() == [rows]
         torch.testing.assert_close(sparse.to_dense(), dense)
         assert torch.equal(away.to_dense(), sparse.to_dense())
+
+
+def test_hiermem_gradients_of_shared_blocks_are_added_up_in_one_order():
+    level = make("hiermem", **TREE).bank["1"]
+    node = torch.tensor([1, 0, 1, -1, 1])
+    rows = level(node, torch.device("cpu"))
+    grad = torch.randn(rows.shape)
+    with Operators() as seen:
+        rows.backward(grad)
+    assert torch.equal(rows.flatten(1), level.table[node])
+    wanted = torch.zeros_like(level.table).index_add(0, node % len(level.table), grad.flatten(1))
+    torch.testing.assert_close(level.table.grad.to_dense(), wanted)
+    assert "nanomem::row_sums_dense" in seen.names
+    atomic = ("index_add", "scatter_add", "index_put")         # on CUDA
+    assert not any(name.split("::")[1].startswith(atomic) for name in seen.names)
 
 
 def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
