@@ -1031,7 +1031,7 @@ def gather_dot_triton(table, indices, x, blocks, n_blocks, H):
 # run that crosses a whole window is summed at its left border and leaves 0 at the right one.
 @jit
 def row_sums_kernel(grad, keys, order, weights, blocks, out, partial, borders, w_p, w_u, w_h, L,
-                    K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
+                    steps, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
                     C: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
     width: tl.constexpr = H * D
     parts: tl.constexpr = H * ((D + BLOCK_D - 1) // BLOCK_D)
@@ -1047,7 +1047,7 @@ def row_sums_kernel(grad, keys, order, weights, blocks, out, partial, borders, w
     border = (first > 0) & (first < L)
     tl.store(borders + 2 * w - 1, tl.where(following == before, before, -1), mask=border)
     total = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
-    for t in tl.range(0, C, loop_unroll_factor=4):
+    for t in tl.range(0, steps, loop_unroll_factor=4):    # C, or L where that is less
         e = first + t
         same = key == following
         key = following
@@ -1098,7 +1098,7 @@ def row_sums_triton(grad, indices, weights, blocks, n_blocks, order, n_rows, dty
         programs = triton.cdiv(W, BLOCK_W) * H * triton.cdiv(D, BLOCK_D)
         launch(
             row_sums_kernel, (programs,), grad, keys, order, weights, blocks, out, partial, borders,
-            *weights.stride(), L, k, H, n_blocks, D, C, BLOCK_W, BLOCK_D)
+            *weights.stride(), L, min(L, C), k, H, n_blocks, D, C, BLOCK_W, BLOCK_D)
         grad = partial
         keys = borders
         order = None

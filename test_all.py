@@ -1,7 +1,7 @@
 """The tests: `python test_all.py` runs these and experiments/test_*.py; --slow adds the long ones.
 
 `python test_all.py -k midus` picks tests by name, as pytest's own options do; `pytest test_all.py`
-is this file alone.
+is this file alone. Where there is a GPU, the tests of the kernels run there too, compiled.
 """
 import os
 
@@ -49,6 +49,9 @@ from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, 
 from prepare_fineweb import load_token_bytes, prepare
 
 torch.set_num_threads(1)                                       # sizes here are tiny
+DEVICE = os.environ.get("NANOMEM_TEST_DEVICE", "cpu")          # of the kernels' tests
+if DEVICE != "cpu":
+    torch.set_default_device(DEVICE)
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="python test_all.py --slow")
 
 # ================================================================ prepare_fineweb.py
@@ -757,7 +760,7 @@ def backend(request, monkeypatch):
 
 
 def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def forward_and_gradients(function, *inputs, seed=2):
@@ -1167,7 +1170,7 @@ def test_kernels_linear_cross_entropy_under_autocast_equals_the_two_ops(backend)
     def one_op(x, w):
         return kernels.linear_cross_entropy(x, w, targets)
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         expected = forward_and_gradients(two_ops, x, weight)
         ours = forward_and_gradients(one_op, x, weight)
     close(ours[:1], expected[:1], 1e-6)    # the same products in bf16
@@ -1309,6 +1312,15 @@ def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
 
 
 # ---------------------------------------------------------------- operators, dispatch, compilation
+
+def test_kernels_are_tested_on_a_gpu_too_where_there_is_one(monkeypatch):
+    assert torch.ones(1).device.type == generator().device.type == DEVICE
+    added = []
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        added.append([environment for _, environment in runs_beside([])])
+    assert added == [[{}], [{}, dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")]]
+
 
 @pytest.mark.parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
 def test_kernels_are_launched_on_the_gpu_that_was_asked_for(name, current, monkeypatch):
@@ -1471,7 +1483,8 @@ def test_kernels_debug_mode_checks_index_ranges(monkeypatch):
 
 
 def test_kernels_dispatch_rule(monkeypatch):
-    t = torch.zeros(1)
+    t = torch.zeros(1, device="cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "BACKEND", "")
     assert not kernels.use_triton(t)    # CPU tensors take the torch path
     monkeypatch.setattr(kernels, "BACKEND", "triton")
@@ -4996,14 +5009,27 @@ def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):
         sample.load_start(path, sample.load_module("lime"), {})
 
 
+def runs_beside(options):
+    """What runs at the same time as this file's tests: commands and what their environment adds."""
+    files = map(str, sorted(ROOT.glob("experiments/test_*.py")))
+    yield [*files, *options], {}
+    if torch.cuda.is_available():
+        compiled = dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")
+        chosen = "kernels and not never_holds"    # chunks are larger there
+        yield [__file__, *options, "-k", chosen], compiled
+
+
 if __name__ == "__main__":
     os.environ["NANOMEM_SLOW"] = "1" if "--slow" in sys.argv else ""
     quiet = ["-W", "ignore::DeprecationWarning:torch.jit._script"]     # of torch's own use of it
     options = ["-q", *quiet, *[option for option in sys.argv[1:] if option != "--slow"]]
-    beside = map(str, sorted(ROOT.glob("experiments/test_*.py")))      # at the same time
-    command = [sys.executable, "-m", "pytest", *beside, *options]
-    others = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    others = []
+    for arguments, added in runs_beside(options):
+        command = [sys.executable, "-m", "pytest", *arguments]
+        others.append(subprocess.Popen(
+            command, env=os.environ | added, stdout=subprocess.PIPE, text=True))
     codes = {int(pytest.main([__file__, *options]))}
-    print(others.communicate()[0])
-    codes.add(others.returncode)
+    for other in others:
+        print(other.communicate()[0])
+        codes.add(other.returncode)
     sys.exit(max(codes - {5}, default=5))                              # 5: -k names none of these
