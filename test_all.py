@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -1420,6 +1421,17 @@ def test_kernels_compile_without_a_graph_break(backend, compiler):
     torch._dynamo.reset()
     compiled = torch.compile(every_operation, fullgraph=True, backend=compiler)
     close(forward_and_gradients(compiled, *inputs), expected, 2e-6)
+
+
+def test_kernels_a_varying_number_of_queries_compiles_twice():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(every_operation, fullgraph=True, backend=counter)
+    for P in (6, 7, 9, 10, 12):    # as constants, then with a symbol for P
+        shapes = ((25, 8), (P, 5), (P, 8), (P, 2, 4), (P, 2, 2), (2, 1, 2, 2))
+        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        compiled(*inputs).backward()
+    assert counter.frame_count == 2
 
 
 def test_kernels_row_sparse_gradients_are_one_graph_break():
