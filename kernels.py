@@ -198,8 +198,8 @@ def gather_sum(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional
     slices of d/H columns. With blocks (P, k) int in [0, n_blocks) the sum is kept per block -> (P,
     n_blocks, d) (UltraMem; UltraMemV2 eq. 9). Gradients: for the weights <table[j], g[p]>; for the
     table MIDUS Algorithm 1, dense, or with sparse_grad=True a coalesced COO tensor of the touched
-    rows (see keep_coalesced), which costs a compiled graph one break. order: sort_indices(indices),
-    where several operations share the indices.
+    rows (see keep_coalesced), which breaks a compiled graph at every call. order:
+    sort_indices(indices), where several operations share the indices.
     """
     check_gather(table, indices, order)
     P, k = indices.shape
@@ -510,7 +510,8 @@ def gather_rows_backward(ctx, grad):
 gather_rows_op.register_autograd(gather_rows_backward, setup_context=gather_rows_setup)
 
 # A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside
-# the graph.
+# the graph. A loop over layers that has such a break in it is not compiled itself, only the pieces
+# of its layers are, each by itself: a four-layer UltraMemV2 is 13 graphs, one with dense gradients.
 gather_sum_eager = torch.compiler.disable(gather_sum_op)
 gather_dot_eager = torch.compiler.disable(gather_dot_op)
 gather_rows_eager = torch.compiler.disable(gather_rows_op)

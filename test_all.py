@@ -2948,6 +2948,16 @@ def test_ultramem_compiles_in_one_graph():
     torch.testing.assert_close(*found)
 
 
+def test_ultramem_dense_gradients_are_one_graph_and_row_sparse_ones_many():
+    idx = some_tokens()
+    for sparse in (False, True):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        model = make("ultramem", n_keys=12, top_k=4, n_layer=4, sparse_memory=sparse)
+        torch.compile(model, backend=counter)(idx, idx)
+        assert counter.frame_count > 4 if sparse else counter.frame_count == 1
+
+
 @pytest.mark.parametrize("switches", [
     dict(share="ring:2"),
     dict(memory="ultramem", memory_layers="0:1/1:2"),
@@ -4303,6 +4313,16 @@ def test_two_processes_equal_one(sparse, text_folder, tmp_path):
             torch.testing.assert_close(two["model"][name], tensor, atol=tolerance, rtol=0)
         vals = [log_of(tmp_path / run, "val_loss")[steps] for run in ("one", "two")]
         assert vals[0] == pytest.approx(vals[1], abs=1e-3)
+
+
+@slow
+def test_two_processes_compile_and_train_row_sparse_tables(text_folder, tmp_path):
+    """DDP ignores these tables by their names in the model that it wraps: it is wrapped first."""
+    process = torchrun(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'two'}",
+                       "--sparse_memory=True", "--compile=1", "--batch_size=2", "--max_iters=2")
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert log_of(tmp_path / "two")[2] < log_of(tmp_path / "two")[1]
 
 
 @slow
