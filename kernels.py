@@ -1159,6 +1159,44 @@ def cross_entropy_triton(z, targets, softcap, gradient):
     return losses
 
 
+# ================================================================ Triton path: lazy Adam
+# One program owns BLOCK_R touched rows x BLOCK_D of their D columns: row, moments and gradient are
+# read once and written once. size, scale (L,): for each row the step's size and what corrects
+# sqrt(v).
+@jit
+def lazy_adam_kernel(grad, rows, p, m, v, size, scale, L, share_1, share_2, eps, decay,
+                     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    parts: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    e = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
+    ok = e < L
+    row = load_index(rows + e, ok)
+    g = load_tile(grad, D, e, c, ok, c < D)
+    m_row = load_tile(m, D, row, c, ok, c < D)
+    v_row = load_tile(v, D, row, c, ok, c < D)
+    w = load_tile(p, D, row, c, ok, c < D)
+    m_row += share_1 * (g - m_row)
+    v_row += share_2 * (g * g - v_row)
+    root = tl.sqrt(v_row) * load(scale + e, ok)[:, None]
+    w = decay * w - load(size + e, ok)[:, None] * m_row / (root + eps)
+    store_tile(m, D, row, c, ok, c < D, m_row)
+    store_tile(v, D, row, c, ok, c < D, v_row)
+    store_tile(p, D, row, c, ok, c < D, w)
+
+
+def lazy_adam_triton(grad, rows, p, state, group, size, scale, decay):
+    L = rows.shape[0]
+    D = p[:1].numel()
+    BLOCK_D = column_block(D, 256)
+    BLOCK_R = 1024 // BLOCK_D
+    beta1, beta2 = group["betas"]
+    if L:
+        launch(
+            lazy_adam_kernel, (triton.cdiv(L, BLOCK_R) * triton.cdiv(D, BLOCK_D),),
+            grad.contiguous(), rows, p, state["exp_avg"], state["exp_avg_sq"], size, scale, L,
+            1 - beta1, 1 - beta2, group["eps"], decay, D, BLOCK_R, BLOCK_D)
+
+
 # ================================================================ row-sparse gradients in training
 
 def keep_coalesced(parameter: Tensor):
@@ -1188,8 +1226,8 @@ class LazyAdam(torch.optim.SparseAdam):
     read and written once.
 
     Lazy: rows without a gradient keep their values and moments, and the bias correction counts the
-    steps of the whole table. On a CPU the rows go in chunks of 256k numbers, which stay in its
-    cache. Gradients: COO (keep_coalesced saves a sort a step).
+    steps of the whole table. On a GPU the update is one kernel; on a CPU the rows go in chunks of
+    256k numbers, which stay in its cache. Gradients: COO (keep_coalesced saves a sort a step).
     """
 
     @torch.no_grad()
@@ -1209,6 +1247,9 @@ class LazyAdam(torch.optim.SparseAdam):
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
         self.count(state, indices)
+        if use_triton(p):
+            scales = self.scales(state, indices, group)
+            return lazy_adam_triton(grad._values(), indices, p, state, group, *scales)
         chunk = max(1, grad._nnz())
         if p.device.type == "cpu":
             chunk = max(1, 2**18 * p.shape[0] // p.numel())
@@ -1228,12 +1269,19 @@ class LazyAdam(torch.optim.SparseAdam):
     def count(self, state, rows):
         state["step"] += 1
 
-    def updated(self, w, m, v, rows, state, group):
-        """w, m, v: the rows and their moments, to be overwritten. -> the rows after the step."""
+    def size(self, state, group):
         beta1, beta2 = group["betas"]
         t = state["step"]
-        correction = math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        size = group["lr"] * correction
+        return group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+
+    def scales(self, state, rows, group):
+        """lazy_adam_triton's size, scale and decay."""
+        ones = torch.ones_like(rows, dtype=torch.float32)
+        return self.size(state, group) * ones, ones, 1.0
+
+    def updated(self, w, m, v, rows, state, group):
+        """w, m, v: the rows and their moments, to be overwritten. -> the rows after the step."""
+        size = self.size(state, group)
         return w.addcdiv_(m, v.sqrt_().add_(group["eps"]), value=-size)
 
 
@@ -1248,6 +1296,12 @@ class RowAdamW(LazyAdam):
 
     def count(self, state, rows):
         state["steps"].index_add_(0, rows, torch.ones_like(rows, dtype=state["steps"].dtype))
+
+    def scales(self, state, rows, group):
+        beta1, beta2 = group["betas"]
+        t = state["steps"][rows].float()
+        decay = 1 - group["lr"] * group.get("weight_decay", 0)
+        return group["lr"] / (1 - beta1**t), (1 - beta2**t).rsqrt(), decay
 
     def updated(self, w, m, v, rows, state, group):
         beta1, beta2 = group["betas"]
