@@ -133,8 +133,7 @@ def product_key_topk(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tens
     n = s_row.shape[1]
     if n >= 2**16 or not 1 <= k <= n * n:
         raise ValueError(f"k must lie in [1, n*n] and n below 65,536, got k = {k}, n = {n}")
-    rows, cols = product_key_search(s_row.detach(), s_col.detach(), k)
-    return pick(s_row, rows) + pick(s_col, cols), rows, cols
+    return product_key_search(s_row, s_col, k)
 
 
 def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor, m_key: int,
@@ -321,18 +320,36 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
 
 
 # ================================================================ operators and gradients: search
-# A search returns indices. The scores are read again by pick, so that one rule gives every search
-# its gradient.
+# Tucker's search returns indices; the scores are read again by pick, with a gradient.
 
 def product_key_search_fake(s_row, s_col, k):
-    rows = s_row.new_empty(s_row.shape[0], k, dtype=torch.int64)
-    return rows, torch.empty_like(rows)
+    scores = s_row.new_empty(s_row.shape[0], k, dtype=acc_dtype(s_row, s_col))
+    rows = torch.empty_like(scores, dtype=torch.int64)
+    return scores, rows, torch.empty_like(rows)
 
 
 @operator(product_key_search_fake)
-def product_key_search(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def product_key_search(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     search = product_key_search_triton if use_triton(s_row, s_col) else product_key_search_torch
     return search(s_row, s_col, k)
+
+
+def product_key_setup(ctx, inputs, output):
+    s_row, s_col, _ = inputs
+    _, rows, cols = output
+    ctx.n = s_row.shape[1]
+    ctx.dtypes = s_row.dtype, s_col.dtype
+    ctx.save_for_backward(rows, cols)
+
+
+def product_key_backward(ctx, grad, *_):
+    rows, cols = ctx.saved_tensors
+    d_row = scatter_scores(grad, rows, ctx.n).to(ctx.dtypes[0])
+    d_col = scatter_scores(grad, cols, ctx.n).to(ctx.dtypes[1])
+    return d_row, d_col, None
+
+
+product_key_search.register_autograd(product_key_backward, setup_context=product_key_setup)
 
 
 def tucker_search_fake(s_row, s_col, u, v, core_sum, m_key, m):
@@ -594,13 +611,13 @@ def staircase(k, n, device):
 
 def product_key_search_torch(s_row, s_col, k):
     n = s_row.shape[1]
-    dtype = acc_dtype(s_row)
+    dtype = acc_dtype(s_row, s_col)
     row, i = s_row.to(dtype).topk(min(k, n))    # descending scores (P, min(k, n)) and their indices
     col, j = s_col.to(dtype).topk(min(k, n))
     a, b = staircase(k, n, s_row.device)
     candidates = row.index_select(1, a) + col.index_select(1, b)    # (P, C)
-    best = candidates.topk(k).indices    # (P, k)
-    return i.gather(1, a[best]), j.gather(1, b[best])
+    scores, best = candidates.topk(k)    # (P, k)
+    return scores, i.gather(1, a[best]), j.gather(1, b[best])
 
 
 def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
@@ -795,36 +812,31 @@ def store_tile(pointer, width, row, col, row_ok, col_ok, value):
 
 
 # One program owns BLOCK_P queries. It reads their n row and n column scores, sorts the Top-k of
-# each into `lists`, (P, 2, K2) scratch from which it picks the staircase candidates by their ranks,
-# and writes row and column of the k best. A pair travels as row << 16 | column. N2, K2, C2, O2: n,
+# each, picks the staircase candidates by their ranks, and writes the k best scores with their row
+# and column. A pair travels as row << 16 | column. N2, K2, C2, O2: n,
 # the ranks kept, the number of candidates C, and k, as powers of two.
 @jit
-def product_key_kernel(s_row, s_col, ranks, lists, rows, cols, P, n, k, C, N2: tl.constexpr,
+def product_key_kernel(s_row, s_col, ranks, scores, rows, cols, P, n, k, C, N2: tl.constexpr,
                        K2: tl.constexpr, C2: tl.constexpr, O2: tl.constexpr, BLOCK_P: tl.constexpr):
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     p = p[:, None]
     x = tl.arange(0, N2)[None, :]
-    r = tl.arange(0, K2)[None, :]
     ok = (p < P) & (x < n)
-    row_list = lists + p * (2 * K2)
-    col_list = row_list + K2
-    row = load(s_row + p * n + x, ok)
-    col = load(s_col + p * n + x, ok)
-    tl.store(row_list + r, top(row, x, ok, K2), mask=p < P)
-    tl.store(col_list + r, top(col, x, ok, K2), mask=p < P)
-    tl.debug_barrier()    # now its threads see each other's ranks
+    row_list = top(load(s_row + p * n + x, ok), x, ok, K2)    # (BLOCK_P, K2)
+    col_list = top(load(s_col + p * n + x, ok), x, ok, K2)
 
     c = tl.arange(0, C2)[None, :]
     candidate = (p < P) & (c < C)
-    row_rank = tl.load(ranks + c, mask=c < C, other=0)
-    col_rank = tl.load(ranks + C + c, mask=c < C, other=0)
-    row = load_index(row_list + row_rank, candidate)
-    col = load_index(col_list + col_rank, candidate)
+    row_rank = tl.load(ranks + c, mask=c < C, other=0).to(tl.int32)
+    col_rank = tl.load(ranks + C + c, mask=c < C, other=0).to(tl.int32)
+    row = tl.gather(row_list, tl.broadcast_to(row_rank, [BLOCK_P, C2]), 1)
+    col = tl.gather(col_list, tl.broadcast_to(col_rank, [BLOCK_P, C2]), 1)
     pair = ((row & 0xFFFF) << 16) | (col & 0xFFFF)
     score = unpack_score(row) + unpack_score(col)
     best = top(score, pair, candidate, O2)
     u = tl.arange(0, O2)[None, :]
     keep = (p < P) & (u < k)
+    tl.store(scores + p * k + u, unpack_score(best), mask=keep)
     tl.store(rows + p * k + u, (best >> 16) & 0xFFFF, mask=keep)
     tl.store(cols + p * k + u, best & 0xFFFF, mask=keep)
 
@@ -837,14 +849,13 @@ def product_key_search_triton(s_row, s_col, k):
     N2 = power_of_2(n, K2)
     C2 = power_of_2(C)
     BLOCK_P = max(1, 2048 // max(N2, C2))
-    rows, cols = product_key_search_fake(s_row, s_col, k)
-    lists = ranks.new_empty(P, 2, K2)
+    scores, rows, cols = product_key_search_fake(s_row, s_col, k)
     if P:
         launch(
             product_key_kernel, (triton.cdiv(P, BLOCK_P),),
-            s_row.contiguous(), s_col.contiguous(), ranks, lists, rows, cols, P, n, k, C,
+            s_row.contiguous(), s_col.contiguous(), ranks, scores, rows, cols, P, n, k, C,
             N2, K2, C2, power_of_2(k), BLOCK_P)
-    return rows, cols
+    return scores, rows, cols
 
 
 # One program owns one query and one retrieval head. It projects the RANK x n scores of both sides

@@ -806,8 +806,9 @@ def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
     for n in (3, 12, 130):
         s_row, s_col = scores_of_every_kind(n)
         for k in range(1, min(n * n, 128) + 1):
-            rows, cols = kernels.product_key_search_torch(s_row, s_col, k)
+            scores, rows, cols = kernels.product_key_search_torch(s_row, s_col, k)
             found = s_row.gather(1, rows) + s_col.gather(1, cols)
+            assert torch.equal(found, scores)
             assert torch.equal(found, full_grid(s_row, s_col, k)), (n, k)
             pairs = (rows * n + cols).sort(1).values
             assert (pairs.diff(dim=1) != 0).all(), "a pair was picked twice"
@@ -818,7 +819,9 @@ def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
 def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
     some = torch.randperm(121, generator=generator(k))[:13]
     s_row, s_col = (s[some].to(dtype).requires_grad_() for s in scores_of_every_kind(n))
-    scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
+    with Operators() as seen:
+        scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
+    assert "nanomem::product_key_search" in seen.names and len(seen.names) == 1
     assert scores.dtype == torch.float32
     assert torch.equal(scores, full_grid(s_row.float(), s_col.float(), k))
     assert torch.equal(scores, s_row.float().gather(1, rows) + s_col.float().gather(1, cols))
@@ -1347,10 +1350,10 @@ def operator_calls():
     dense = (grad, indices, weights.detach(), blocks, n_blocks, order, 4, torch.float32)
     targets = torch.arange(len(x)) % 5 - 1
     head = (x.requires_grad_(), table, targets, 3.0, torch.bfloat16, True, True)
-    yield kernels.product_key_search, (s, s.flip(1), 3)
+    yield kernels.product_key_search, (s.requires_grad_(), s.flip(1), 3)
     yield kernels.tucker_search, (t_row, t_col, u, v, core.sum(0), 4, 3)
     yield kernels.scatter_scores, (torch.randn(4, 3), picks, 6)
-    yield kernels.pick, (s.requires_grad_(), picks)
+    yield kernels.pick, (s, picks)
     yield kernels.gather_rows_op, (table, torch.tensor([0, 2]), False)
     yield kernels.row_sums_dense, dense
     yield kernels.gather_sum_op, (table, indices, weights, blocks, n_blocks, order, False)
