@@ -133,8 +133,7 @@ def product_key_topk(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tens
     n = s_row.shape[1]
     if n >= 2**16 or not 1 <= k <= n * n:
         raise ValueError(f"k must lie in [1, n*n] and n below 65,536, got k = {k}, n = {n}")
-    rows, cols = product_key_search(s_row.detach(), s_col.detach(), k)
-    return pick(s_row, rows) + pick(s_col, cols), rows, cols
+    return product_key_search(s_row, s_col, k)
 
 
 def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor, m_key: int,
@@ -164,9 +163,16 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     rows, cols = tucker_search(*scores, m_key, m)
     row = pick_ranks(s_row, rows)
     col = pick_ranks(s_col, cols)
-    with torch.autocast(s_row.device.type, enabled=False):
-        scores = torch.einsum("prxm,hrxy,prym->prmh", row, core.to(row.dtype), col)
-    return scores, rows * n + cols
+    right = core_times(core.to(row.dtype).transpose(0, 1), col[:, :, None])    # (P, R, H, r, m)
+    scores = (row[:, :, None] * right).sum(3)    # (P, R, H, m)
+    return scores.transpose(2, 3), rows * n + cols
+
+
+def core_times(core, s):
+    """sum_y core[x,y] s[y,j] for core (..., r, r), s (..., r, m) -> (..., r, m): products and sums,
+    since a matrix product of fp32 may run in TF32.
+    """
+    return (core[..., None] * s[..., None, :, :]).sum(-2)
 
 
 def pick_ranks(s, index):
@@ -191,8 +197,8 @@ def gather_sum(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional
     slices of d/H columns. With blocks (P, k) int in [0, n_blocks) the sum is kept per block -> (P,
     n_blocks, d) (UltraMem; UltraMemV2 eq. 9). Gradients: for the weights <table[j], g[p]>; for the
     table MIDUS Algorithm 1, dense, or with sparse_grad=True a coalesced COO tensor of the touched
-    rows (see keep_coalesced), which costs a compiled graph one break. order: sort_indices(indices),
-    where several operations share the indices.
+    rows (see keep_coalesced), which breaks a compiled graph at every call. order:
+    sort_indices(indices), where several operations share the indices.
     """
     check_gather(table, indices, order)
     P, k = indices.shape
@@ -314,18 +320,36 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
 
 
 # ================================================================ operators and gradients: search
-# A search returns indices. The scores are read again by pick, so that one rule gives every search
-# its gradient.
+# Tucker's search returns indices; the scores are read again by pick, with a gradient.
 
 def product_key_search_fake(s_row, s_col, k):
-    rows = s_row.new_empty(s_row.shape[0], k, dtype=torch.int64)
-    return rows, torch.empty_like(rows)
+    scores = s_row.new_empty(s_row.shape[0], k, dtype=acc_dtype(s_row, s_col))
+    rows = torch.empty_like(scores, dtype=torch.int64)
+    return scores, rows, torch.empty_like(rows)
 
 
 @operator(product_key_search_fake)
-def product_key_search(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def product_key_search(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     search = product_key_search_triton if use_triton(s_row, s_col) else product_key_search_torch
     return search(s_row, s_col, k)
+
+
+def product_key_setup(ctx, inputs, output):
+    s_row, s_col, _ = inputs
+    _, rows, cols = output
+    ctx.n = s_row.shape[1]
+    ctx.dtypes = s_row.dtype, s_col.dtype
+    ctx.save_for_backward(rows, cols)
+
+
+def product_key_backward(ctx, grad, *_):
+    rows, cols = ctx.saved_tensors
+    d_row = scatter_scores(grad, rows, ctx.n).to(ctx.dtypes[0])
+    d_col = scatter_scores(grad, cols, ctx.n).to(ctx.dtypes[1])
+    return d_row, d_col, None
+
+
+product_key_search.register_autograd(product_key_backward, setup_context=product_key_setup)
 
 
 def tucker_search_fake(s_row, s_col, u, v, core_sum, m_key, m):
@@ -503,7 +527,8 @@ def gather_rows_backward(ctx, grad):
 gather_rows_op.register_autograd(gather_rows_backward, setup_context=gather_rows_setup)
 
 # A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside
-# the graph.
+# the graph. A loop over layers that has such a break in it is not compiled itself, only the pieces
+# of its layers are, each by itself: a four-layer UltraMemV2 is 13 graphs, one with dense gradients.
 gather_sum_eager = torch.compiler.disable(gather_sum_op)
 gather_dot_eager = torch.compiler.disable(gather_dot_op)
 gather_rows_eager = torch.compiler.disable(gather_rows_op)
@@ -586,13 +611,13 @@ def staircase(k, n, device):
 
 def product_key_search_torch(s_row, s_col, k):
     n = s_row.shape[1]
-    dtype = acc_dtype(s_row)
+    dtype = acc_dtype(s_row, s_col)
     row, i = s_row.to(dtype).topk(min(k, n))    # descending scores (P, min(k, n)) and their indices
     col, j = s_col.to(dtype).topk(min(k, n))
     a, b = staircase(k, n, s_row.device)
     candidates = row.index_select(1, a) + col.index_select(1, b)    # (P, C)
-    best = candidates.topk(k).indices    # (P, k)
-    return i.gather(1, a[best]), j.gather(1, b[best])
+    scores, best = candidates.topk(k)    # (P, k)
+    return scores, i.gather(1, a[best]), j.gather(1, b[best])
 
 
 def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
@@ -605,8 +630,8 @@ def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
     j = v_score.topk(m_key).indices
     row = pick_ranks(s_row, i)    # (P, R, r, m_key)
     col = pick_ranks(s_col, j)
-    with torch.autocast(s_row.device.type, enabled=False):
-        grid = row.transpose(2, 3) @ core_sum.to(dtype) @ col
+    right = core_times(core_sum.to(dtype), col)
+    grid = (row[..., None] * right[..., None, :]).sum(2)    # (P, R, m_key, m_key)
     best = grid.flatten(2).topk(m).indices    # (P, R, m) of the m_key x m_key grid
     return i.gather(2, best // m_key), j.gather(2, best % m_key)
 
@@ -729,6 +754,13 @@ def cross_entropy_torch(z, targets, softcap, gradient):
 
 
 # ================================================================ Triton path: search
+
+def launch(kernel, grid, *args, **options):
+    """On the device of the first tensor, where Triton by itself takes the current one."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **options)
+
+
 # Top-k inside a program: a score and its index travel as one int64, the score in the upper half, so
 # that sorting these sorts the scores. The bits of fp32 compare like integers once those of negative
 # numbers are flipped. PADDING loses to every score, to -inf too.
@@ -782,36 +814,31 @@ def store_tile(pointer, width, row, col, row_ok, col_ok, value):
 
 
 # One program owns BLOCK_P queries. It reads their n row and n column scores, sorts the Top-k of
-# each into `lists`, (P, 2, K2) scratch from which it picks the staircase candidates by their ranks,
-# and writes row and column of the k best. A pair travels as row << 16 | column. N2, K2, C2, O2: n,
+# each, picks the staircase candidates by their ranks, and writes the k best scores with their row
+# and column. A pair travels as row << 16 | column. N2, K2, C2, O2: n,
 # the ranks kept, the number of candidates C, and k, as powers of two.
 @jit
-def product_key_kernel(s_row, s_col, ranks, lists, rows, cols, P, n, k, C, N2: tl.constexpr,
+def product_key_kernel(s_row, s_col, ranks, scores, rows, cols, P, n, k, C, N2: tl.constexpr,
                        K2: tl.constexpr, C2: tl.constexpr, O2: tl.constexpr, BLOCK_P: tl.constexpr):
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     p = p[:, None]
     x = tl.arange(0, N2)[None, :]
-    r = tl.arange(0, K2)[None, :]
     ok = (p < P) & (x < n)
-    row_list = lists + p * (2 * K2)
-    col_list = row_list + K2
-    row = load(s_row + p * n + x, ok)
-    col = load(s_col + p * n + x, ok)
-    tl.store(row_list + r, top(row, x, ok, K2), mask=p < P)
-    tl.store(col_list + r, top(col, x, ok, K2), mask=p < P)
-    tl.debug_barrier()    # now its threads see each other's ranks
+    row_list = top(load(s_row + p * n + x, ok), x, ok, K2)    # (BLOCK_P, K2)
+    col_list = top(load(s_col + p * n + x, ok), x, ok, K2)
 
     c = tl.arange(0, C2)[None, :]
     candidate = (p < P) & (c < C)
-    row_rank = tl.load(ranks + c, mask=c < C, other=0)
-    col_rank = tl.load(ranks + C + c, mask=c < C, other=0)
-    row = load_index(row_list + row_rank, candidate)
-    col = load_index(col_list + col_rank, candidate)
+    row_rank = tl.load(ranks + c, mask=c < C, other=0).to(tl.int32)
+    col_rank = tl.load(ranks + C + c, mask=c < C, other=0).to(tl.int32)
+    row = tl.gather(row_list, tl.broadcast_to(row_rank, [BLOCK_P, C2]), 1)
+    col = tl.gather(col_list, tl.broadcast_to(col_rank, [BLOCK_P, C2]), 1)
     pair = ((row & 0xFFFF) << 16) | (col & 0xFFFF)
     score = unpack_score(row) + unpack_score(col)
     best = top(score, pair, candidate, O2)
     u = tl.arange(0, O2)[None, :]
     keep = (p < P) & (u < k)
+    tl.store(scores + p * k + u, unpack_score(best), mask=keep)
     tl.store(rows + p * k + u, (best >> 16) & 0xFFFF, mask=keep)
     tl.store(cols + p * k + u, best & 0xFFFF, mask=keep)
 
@@ -824,13 +851,13 @@ def product_key_search_triton(s_row, s_col, k):
     N2 = power_of_2(n, K2)
     C2 = power_of_2(C)
     BLOCK_P = max(1, 2048 // max(N2, C2))
-    rows, cols = product_key_search_fake(s_row, s_col, k)
-    lists = ranks.new_empty(P, 2, K2)
+    scores, rows, cols = product_key_search_fake(s_row, s_col, k)
     if P:
-        product_key_kernel[(triton.cdiv(P, BLOCK_P),)](
-            s_row.contiguous(), s_col.contiguous(), ranks, lists, rows, cols, P, n, k, C,
+        launch(
+            product_key_kernel, (triton.cdiv(P, BLOCK_P),),
+            s_row.contiguous(), s_col.contiguous(), ranks, scores, rows, cols, P, n, k, C,
             N2, K2, C2, power_of_2(k), BLOCK_P)
-    return rows, cols
+    return scores, rows, cols
 
 
 # One program owns one query and one retrieval head. It projects the RANK x n scores of both sides
@@ -876,7 +903,8 @@ def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
     rows, cols = tucker_search_fake(s_row, s_col, u, v, core_sum, m_key, m)
     if P * R:
         u, v, core_sum = (t.float().contiguous() for t in (u, v, core_sum))
-        tucker_kernel[(P * R,)](
+        launch(
+            tucker_kernel, (P * R,),
             s_row.contiguous(), s_col.contiguous(), u, v, core_sum, rows, cols, n, m_key, m, R, r,
             power_of_2(n, M2), M2, power_of_2(m), num_warps=4 if M2 <= 32 else 16)
     return rows, cols
@@ -905,7 +933,8 @@ def scatter_scores_triton(grad, index, n):
     BLOCK_Q = 1024 // BLOCK_N
     if Q:
         grid = (triton.cdiv(Q, BLOCK_Q), triton.cdiv(n, BLOCK_N))
-        scatter_scores_kernel[grid](
+        launch(
+            scatter_scores_kernel, grid,
             grad.contiguous(), index.contiguous(), out, Q, n, k, BLOCK_Q, BLOCK_N)
     return out
 
@@ -950,7 +979,8 @@ def gather_sum_triton(table, indices, weights, blocks, n_blocks):
     BLOCK_P = 1024 // BLOCK_D
     if P:
         programs = triton.cdiv(P, BLOCK_P) * n_blocks * H * triton.cdiv(D, BLOCK_D)
-        gather_sum_kernel[(programs,)](
+        launch(
+            gather_sum_kernel, (programs,),
             table.contiguous(), indices.contiguous(), weights, blocks, out, P, *weights.stride(),
             k, H, n_blocks, D, BLOCK_P, BLOCK_D)
     return out
@@ -997,110 +1027,95 @@ def gather_dot_triton(table, indices, x, blocks, n_blocks, H):
     BLOCK_D = column_block(D, 256)
     BLOCK_P = 1024 // BLOCK_D
     if P:
-        gather_dot_kernel[(triton.cdiv(P, BLOCK_P) * H,)](
+        launch(
+            gather_dot_kernel, (triton.cdiv(P, BLOCK_P) * H,),
             table.contiguous(), indices.contiguous(), x.contiguous(), blocks, out, P, k, H,
             n_blocks, D, BLOCK_P, BLOCK_D)
     return out
 
 
-# To the rows. `keys` are the L = P*k indices in sorted order, so that the hits of a row are one run
-# of equal keys. A window is C consecutive positions of it; one program owns one window x BLOCK_D
-# columns whatever the runs are: a row hit by every query is spread over L/C programs. The program
-# gathers the window's weighted gradients into a C x BLOCK_D tile and multiplies it by the C x C
-# matrix of equal keys: then every position holds the sum over its run, as far as the run lies in
-# the window, and the run's last position writes it. A run inside the window goes to its row of
-# `out`, which nobody else writes; one that came in from the window before goes to partial[w, 0],
-# one that starts here and goes on to partial[w, 1]. (inf or NaN in one gradient spreads to its
-# window, since 0 * inf is NaN: such a step is lost anyway.)
+# To the rows. The L = P*k hits are sorted by row, so that those of one row are a run of equal keys.
+# A window is C consecutive hits; one program owns BLOCK_W windows x BLOCK_D columns whatever the
+# runs are: a row hit by every query is spread over L/C windows. It walks over the hits with a
+# running sum, which begins anew where the key changes and is written at the end of a run. A run
+# inside the window goes to its row of `out`, which nobody else writes. The others go to `partial`,
+# two sums for every border of windows: of the run that goes on beyond it, of the run that came in
+# over it. These sums are hits again, a sixteenth as many and sorted, with their keys in `borders`
+# (-1: no run crosses this border): the kernel adds them up in turn, until one window holds all. A
+# run that crosses a whole window is summed at its left border and leaves 0 at the right one.
 @jit
-def row_sums_kernel(grad, keys, order, dest, weights, blocks, out, partial, L, w_p, w_u, w_h,
-                    K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
-                    C: tl.constexpr, BLOCK_D: tl.constexpr):
+def row_sums_kernel(grad, keys, order, weights, blocks, out, partial, borders, w_p, w_u, w_h, L,
+                    steps, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
+                    C: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
     width: tl.constexpr = H * D
     parts: tl.constexpr = H * ((D + BLOCK_D - 1) // BLOCK_D)
     part = tl.program_id(0) % parts
-    w = (tl.program_id(0) // parts).to(tl.int64)
+    w = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_W + tl.arange(0, BLOCK_W)
     h = part % H
     c = part // H * BLOCK_D + tl.arange(0, BLOCK_D)
     col = h * D + c
-    t = tl.arange(0, C)
-    e = w * C + t    # positions in sorted order
-    ok = e < L
-    entry = load_index(order + e, ok)
-    p = entry // K
-    u = entry % K
-    result = p * E
-    if E > 1:
-        result += load_index(blocks + entry, ok)
-    weight = load(weights + p * w_p + u * w_u + h * w_h, ok)
-    g = load_tile(grad, width, result, col, ok, c < D)
-    key = load_index(keys + e, ok)
-    same = (key[:, None] == key[None, :]).to(tl.float32)    # (C, C)
-    total = tl.dot(same, g * weight[:, None], input_precision="ieee")    # (C, BLOCK_D)
-
-    following = load_index(keys + e + 1, e + 1 < L)
-    before = load_index(keys + w * C - 1, w > 0)    # the window
-    after = load_index(keys + w * C + C, w * C + C < L)
-    came_in = key == before
-    goes_on = (key == after) & ~came_in
-    inside = ~came_in & ~goes_on
-    last = ok & ((t == C - 1) | (key != following))
-    row = load_index(dest + e, ok)
-    half = 2 * w + goes_on.to(tl.int64)
-    store_tile(out, width, row, col, last & inside, c < D, total)
-    store_tile(partial, width, half, col, last & ~inside, c < D, total)
-
-
-# Second step: one program per window x BLOCK_D columns of the whole row (D here). Where a run
-# starts in window w and goes on, the program adds partial[w, 1] and the partial[., 0] of the
-# windows that the run covers, BLOCK_W at a time, and writes the row. The others have nothing to do.
-@jit
-def merge_kernel(keys, dest, partial, out, L, W, D: tl.constexpr, C: tl.constexpr,
-                 BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
-    parts: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
-    w = (tl.program_id(0) // parts).to(tl.int64)
-    c = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
-    last = w * C + C - 1
-    key = load_index(keys + last, last < L)
-    following = load_index(keys + last + 1, last + 1 < L)
-    before = load_index(keys + w * C - 1, w > 0)
-    if (last < L) & (key == following) & (key != before):
-        total = load(partial + (2 * w + 1) * D + c, c < D)
-        first = w + 1
-        more = key == following
-        while more:
-            i = first + tl.arange(0, BLOCK_W)
-            hit = (i < W) & (load_index(keys + i * C, i < W) == key)
-            total += tl.sum(load_tile(partial, D, 2 * i, c, hit, c < D), 0)
-            first += BLOCK_W
-            more = tl.sum(hit.to(tl.int32), 0) == BLOCK_W
-        row = tl.load(dest + last).to(tl.int64)
-        tl.store(out + row * D + c, total, mask=c < D)
+    first = w * C
+    before = load_index(keys + first - 1, (first > 0) & (first < L))    # the window
+    key = before
+    following = load_index(keys + first, first < L)
+    border = (first > 0) & (first < L)
+    tl.store(borders + 2 * w - 1, tl.where(following == before, before, -1), mask=border)
+    total = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
+    for t in tl.range(0, steps, loop_unroll_factor=4):    # C, or L where that is less
+        e = first + t
+        same = key == following
+        key = following
+        following = load_index(keys + e + 1, e + 1 < L)
+        ok = key >= 0
+        if order is None:
+            g = load_tile(grad, width, e, col, ok, c < D)
+        else:
+            entry = load_index(order + e, ok)
+            p = entry // K
+            u = entry % K
+            result = p * E
+            if E > 1:
+                result += load_index(blocks + entry, ok)
+            weight = load(weights + p * w_p + u * w_u + h * w_h, ok)
+            g = weight[:, None] * load_tile(grad, width, result, col, ok, c < D)
+        total = tl.where(same[:, None], total, 0.0) + g
+        last = ok & ((key != following) | (t == C - 1))
+        came_in = last & (key == before)
+        goes_on = last & (key == following) & ~came_in
+        inside = last & ~came_in & ~goes_on
+        store_tile(out, width, key, col, inside, c < D, total)
+        store_tile(partial, width, 2 * w - came_in.to(tl.int64), col, last & ~inside, c < D, total)
+    border = first + C < L
+    tl.store(borders + 2 * w, tl.where(following == key, key, -1), mask=border)
 
 
 def row_sums_triton(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
     P, k, H = weights.shape
-    L = P * k
     D = grad.shape[1] // H
     C = 32
-    keys = indices.reshape(-1)[order]
-    rows = keys
-    dest = keys
+    BLOCK_D = column_block(D, 128)
+    BLOCK_W = 512 // BLOCK_D
+    rows = indices.reshape(-1)[order]
+    keys = rows
     if sparse:    # number the distinct rows; how many they are is data, hence one synchronisation
         rows, count = keys.unique_consecutive(return_counts=True)
         n_rows = rows.shape[0]
-        dest = torch.arange(n_rows, device=keys.device).repeat_interleave(count, output_size=L)
+        keys = torch.arange(n_rows, device=keys.device)
+        keys = keys.repeat_interleave(count, output_size=P * k)
     out = grad.new_zeros(n_rows, H * D, dtype=dtype)
-    if L:
+    grad = grad.contiguous()
+    while keys.numel():
+        L = keys.shape[0]
         W = triton.cdiv(L, C)
-        BLOCK_D = column_block(D, 64)
-        BLOCK_ROW = column_block(H * D, 64)
-        partial = grad.new_empty(W, 2, H * D, dtype=torch.float32)
-        row_sums_kernel[(W * H * triton.cdiv(D, BLOCK_D),)](
-            grad.contiguous(), keys, order, dest, weights, blocks, out, partial, L,
-            *weights.stride(), k, H, n_blocks, D, C, BLOCK_D)
-        merge_kernel[(W * triton.cdiv(H * D, BLOCK_ROW),)](
-            keys, dest, partial, out, L, W, H * D, C, 32, BLOCK_ROW)
+        partial = grad.new_zeros(2 * W - 2, H * D, dtype=torch.float32)
+        borders = keys.new_empty(2 * W - 2)
+        programs = triton.cdiv(W, BLOCK_W) * H * triton.cdiv(D, BLOCK_D)
+        launch(
+            row_sums_kernel, (programs,), grad, keys, order, weights, blocks, out, partial, borders,
+            *weights.stride(), L, min(L, C), k, H, n_blocks, D, C, BLOCK_W, BLOCK_D)
+        grad = partial
+        keys = borders
+        order = None
     return rows, out
 
 
@@ -1150,10 +1165,49 @@ def cross_entropy_triton(z, targets, softcap, gradient):
     """As cross_entropy_torch."""
     rows, V = z.shape
     losses = z.new_empty(rows, dtype=torch.float32)
-    cross_entropy_kernel[(rows,)](
+    launch(
+        cross_entropy_kernel, (rows,),
         z, targets.contiguous(), losses, V, softcap, softcap > 0, gradient,
         min(power_of_2(V), 4096), num_warps=8)
     return losses
+
+
+# ================================================================ Triton path: lazy Adam
+# One program owns BLOCK_R touched rows x BLOCK_D of their D columns: row, moments and gradient are
+# read once and written once. size, scale (L,): for each row the step's size and what corrects
+# sqrt(v).
+@jit
+def lazy_adam_kernel(grad, rows, p, m, v, size, scale, L, share_1, share_2, eps, decay,
+                     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    parts: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    e = (tl.program_id(0) // parts).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(0) % parts * BLOCK_D + tl.arange(0, BLOCK_D)
+    ok = e < L
+    row = load_index(rows + e, ok)
+    g = load_tile(grad, D, e, c, ok, c < D)
+    m_row = load_tile(m, D, row, c, ok, c < D)
+    v_row = load_tile(v, D, row, c, ok, c < D)
+    w = load_tile(p, D, row, c, ok, c < D)
+    m_row += share_1 * (g - m_row)
+    v_row += share_2 * (g * g - v_row)
+    root = tl.sqrt(v_row) * load(scale + e, ok)[:, None]
+    w = decay * w - load(size + e, ok)[:, None] * m_row / (root + eps)
+    store_tile(m, D, row, c, ok, c < D, m_row)
+    store_tile(v, D, row, c, ok, c < D, v_row)
+    store_tile(p, D, row, c, ok, c < D, w)
+
+
+def lazy_adam_triton(grad, rows, p, state, group, size, scale, decay):
+    L = rows.shape[0]
+    D = p[:1].numel()
+    BLOCK_D = column_block(D, 256)
+    BLOCK_R = 1024 // BLOCK_D
+    beta1, beta2 = group["betas"]
+    if L:
+        launch(
+            lazy_adam_kernel, (triton.cdiv(L, BLOCK_R) * triton.cdiv(D, BLOCK_D),),
+            grad.contiguous(), rows, p, state["exp_avg"], state["exp_avg_sq"], size, scale, L,
+            1 - beta1, 1 - beta2, group["eps"], decay, D, BLOCK_R, BLOCK_D)
 
 
 # ================================================================ row-sparse gradients in training
@@ -1185,8 +1239,8 @@ class LazyAdam(torch.optim.SparseAdam):
     read and written once.
 
     Lazy: rows without a gradient keep their values and moments, and the bias correction counts the
-    steps of the whole table. On a CPU the rows go in chunks of 256k numbers, which stay in its
-    cache. Gradients: COO (keep_coalesced saves a sort a step).
+    steps of the whole table. On a GPU the update is one kernel; on a CPU the rows go in chunks of
+    256k numbers, which stay in its cache. Gradients: COO (keep_coalesced saves a sort a step).
     """
 
     @torch.no_grad()
@@ -1206,6 +1260,9 @@ class LazyAdam(torch.optim.SparseAdam):
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
         self.count(state, indices)
+        if use_triton(p):
+            scales = self.scales(state, indices, group)
+            return lazy_adam_triton(grad._values(), indices, p, state, group, *scales)
         chunk = max(1, grad._nnz())
         if p.device.type == "cpu":
             chunk = max(1, 2**18 * p.shape[0] // p.numel())
@@ -1225,12 +1282,19 @@ class LazyAdam(torch.optim.SparseAdam):
     def count(self, state, rows):
         state["step"] += 1
 
-    def updated(self, w, m, v, rows, state, group):
-        """w, m, v: the rows and their moments, to be overwritten. -> the rows after the step."""
+    def size(self, state, group):
         beta1, beta2 = group["betas"]
         t = state["step"]
-        correction = math.sqrt(1 - beta2**t) / (1 - beta1**t)
-        size = group["lr"] * correction
+        return group["lr"] * math.sqrt(1 - beta2**t) / (1 - beta1**t)
+
+    def scales(self, state, rows, group):
+        """lazy_adam_triton's size, scale and decay."""
+        ones = torch.ones_like(rows, dtype=torch.float32)
+        return self.size(state, group) * ones, ones, 1.0
+
+    def updated(self, w, m, v, rows, state, group):
+        """w, m, v: the rows and their moments, to be overwritten. -> the rows after the step."""
+        size = self.size(state, group)
         return w.addcdiv_(m, v.sqrt_().add_(group["eps"]), value=-size)
 
 
@@ -1245,6 +1309,12 @@ class RowAdamW(LazyAdam):
 
     def count(self, state, rows):
         state["steps"].index_add_(0, rows, torch.ones_like(rows, dtype=state["steps"].dtype))
+
+    def scales(self, state, rows, group):
+        beta1, beta2 = group["betas"]
+        t = state["steps"][rows].float()
+        decay = 1 - group["lr"] * group.get("weight_decay", 0)
+        return group["lr"] / (1 - beta1**t), (1 - beta2**t).rsqrt(), decay
 
     def updated(self, w, m, v, rows, state, group):
         beta1, beta2 = group["betas"]

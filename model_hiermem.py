@@ -49,7 +49,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import attend, gather_rows, linear_cross_entropy, rms_norm
+from kernels import attend, gather_rows, gather_sum, linear_cross_entropy, rms_norm
 
 
 @dataclass
@@ -363,11 +363,13 @@ class Level(nn.Module):
 
     def forward(self, node, device):
         """node (B,) int64, -1: generic -> (B, layers, r_l, width) on the device. A row that
-        sequences share is read once, and their gradients add up in it."""
+        sequences share is read once, and their gradients add up in it, always in one order."""
         node = node.to(self.table.device) % len(self.table)
         distinct, inverse = node.unique(return_inverse=True)
         rows = gather_rows(self.table, distinct, self.config.sparse_memory).to(device)   # (U, s_l)
-        return rows.view(len(rows), *self.shape).index_select(0, inverse.to(device))
+        inverse = inverse[:, None].to(device)
+        rows = gather_sum(rows, inverse, torch.ones_like(inverse, dtype=rows.dtype))     # (B, s_l)
+        return rows.view(len(rows), *self.shape)
 
     def _apply(self, fn, recurse=True):
         """What torch calls for model.to() and to_empty(): a table that stays only gets its memory

@@ -294,7 +294,8 @@ def check_safetensors(path):
 # ----------------------------------------------------------------------------- generating
 
 def pick_device(name):
-    """"" -> the accelerator if there is one, else the CPU; a name -> itself, if it is there."""
+    """"" -> the accelerator if there is one, else the CPU; a name -> itself, if it is there. One
+    with a number becomes the current GPU."""
     if not name:
         name = "cpu"
         if torch.accelerator.is_available():
@@ -302,6 +303,8 @@ def pick_device(name):
     need(name.split(":")[0] in ("cuda", "mps", "cpu"), f"device={name}: choose cuda, mps or cpu")
     try:
         torch.empty(1, device=name)
+        if name.startswith("cuda:"):
+            torch.cuda.set_device(name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         message = f"device={name} is not there ({reason}); leave the key out to take what is"
@@ -491,8 +494,6 @@ def main(argv):
     need(c.inspect or not c.words, "--words=... goes with --inspect=True")
     c.device = pick_device(c.device)
     kind = c.device.split(":")[0]
-    if kind == "cuda":
-        torch.cuda.set_device(c.device)
     half = c.dtype == "bfloat16"
     if not c.dtype and kind == "cuda":
         half = torch.cuda.is_bf16_supported(including_emulation=False)

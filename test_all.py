@@ -1,12 +1,13 @@
 """The tests: `python test_all.py` runs these and experiments/test_*.py; --slow adds the long ones.
 
 `python test_all.py -k midus` picks tests by name, as pytest's own options do; `pytest test_all.py`
-is this file alone.
+is this file alone. Where there is a GPU, the tests of the kernels run there too, compiled.
 """
 import os
 
 # Before kernels.py is imported: the Triton kernels run on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+import contextlib
 import functools
 import gzip
 import inspect
@@ -30,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +50,9 @@ from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, 
 from prepare_fineweb import load_token_bytes, prepare
 
 torch.set_num_threads(1)                                       # sizes here are tiny
+DEVICE = os.environ.get("NANOMEM_TEST_DEVICE", "cpu")          # of the kernels' tests
+if DEVICE != "cpu":
+    torch.set_default_device(DEVICE)
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="python test_all.py --slow")
 
 # ================================================================ prepare_fineweb.py
@@ -756,7 +761,7 @@ def backend(request, monkeypatch):
 
 
 def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def forward_and_gradients(function, *inputs, seed=2):
@@ -801,8 +806,9 @@ def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
     for n in (3, 12, 130):
         s_row, s_col = scores_of_every_kind(n)
         for k in range(1, min(n * n, 128) + 1):
-            rows, cols = kernels.product_key_search_torch(s_row, s_col, k)
+            scores, rows, cols = kernels.product_key_search_torch(s_row, s_col, k)
             found = s_row.gather(1, rows) + s_col.gather(1, cols)
+            assert torch.equal(found, scores)
             assert torch.equal(found, full_grid(s_row, s_col, k)), (n, k)
             pairs = (rows * n + cols).sort(1).values
             assert (pairs.diff(dim=1) != 0).all(), "a pair was picked twice"
@@ -813,7 +819,9 @@ def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
 def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
     some = torch.randperm(121, generator=generator(k))[:13]
     s_row, s_col = (s[some].to(dtype).requires_grad_() for s in scores_of_every_kind(n))
-    scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
+    with Operators() as seen:
+        scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
+    assert "nanomem::product_key_search" in seen.names and len(seen.names) == 1
     assert scores.dtype == torch.float32
     assert torch.equal(scores, full_grid(s_row.float(), s_col.float(), k))
     assert torch.equal(scores, s_row.float().gather(1, rows) + s_col.float().gather(1, cols))
@@ -872,6 +880,28 @@ def test_kernels_tucker_topk_gradients_and_exact_prefilter_of_a_rank_1_core():
     torch.testing.assert_close(found[..., 0], grid.topk(4).values)
 
 
+class Operators(TorchDispatchMode):
+    """The names of the operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_kernels_tucker_scores_are_fp32_whatever_matrix_products_are():
+    s_row, s_col, u, v, core = (t.float().requires_grad_() for t in tucker_inputs())
+    with Operators() as seen:
+        kernels.tucker_topk(s_row, s_col, u, v, core, 4, 5)[0].sum().backward()
+        kernels.tucker_search_torch(s_row, s_col, u, v, core.sum(0), 4, 5)
+    assert {"nanomem::tucker_search", "aten::mul.Tensor"} < seen.names
+    products = "mm bmm addmm baddbmm matmul einsum dot mv".split()
+    assert not seen.names & {f"aten::{name}" for name in products}
+
+
 # ---------------------------------------------------------------- the sums
 
 # What the three sums must survive, as (N, d, P, k, H, n_blocks). C = 32 positions make a window, so
@@ -889,7 +919,7 @@ SUMS = {
     "blocks": (5, 3, 8, 4, 1, 3),
     "blocks, slices": (4, 6, 9, 4, 2, 2),
     "wide": (12, 300, 6, 3, 1, 1),
-    "one row in 38 windows": (4, 3, 300, 4, 1, 1),    # 32 are merged at a time
+    "one row in 38 windows": (4, 3, 300, 4, 1, 1),    # three levels of sums
 }
 
 
@@ -986,6 +1016,17 @@ def test_kernels_table_gradient_is_bitwise_reproducible(backend, sparse):
             table, weights))
     for first, second, shared in zip(*results):
         assert torch.equal(first, second) and torch.equal(first, shared)
+
+
+def test_kernels_a_gradient_that_is_no_number_reaches_its_own_rows_alone(backend):
+    grad = torch.randn(9, 4)
+    grad[3] = math.inf
+    grad[4, 1] = math.nan
+    indices = torch.tensor([0, 1, 2, 3, 3, 4, 5, 5, 0])[:, None]
+    ones = torch.ones(9, 1, 1)
+    sums = kernels.row_sums_dense(grad, indices, ones, None, 1, None, 6, torch.float32)
+    wanted = torch.zeros(6, 4).index_add(0, indices[:, 0], grad)
+    torch.testing.assert_close(sums, wanted, equal_nan=True)
 
 
 # ---------------------------------------------------------------- MoVE's bank
@@ -1133,7 +1174,7 @@ def test_kernels_linear_cross_entropy_under_autocast_equals_the_two_ops(backend)
     def one_op(x, w):
         return kernels.linear_cross_entropy(x, w, targets)
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         expected = forward_and_gradients(two_ops, x, weight)
         ours = forward_and_gradients(one_op, x, weight)
     close(ours[:1], expected[:1], 1e-6)    # the same products in bf16
@@ -1216,8 +1257,12 @@ def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backen
 
 
 # At width 64 a chunk is 4,096 rows, of about 6,000 that are touched.
-@pytest.mark.parametrize("shape", [(50, 3), (50, 2, 3), (10_000, 64)])
-def test_kernels_lazy_adam_equals_torchs_sparse_adam(shape):
+@pytest.mark.parametrize("path, shape", [
+    ("torch", (50, 3)), ("torch", (50, 2, 3)), ("torch", (10_000, 64)),
+    pytest.param("triton", (50, 2, 3), marks=no_triton),
+    pytest.param("triton", (70, 300), marks=no_triton)])
+def test_kernels_lazy_adam_equals_torchs_sparse_adam(path, shape, monkeypatch):
+    monkeypatch.setattr(kernels, "BACKEND", path)
     touched = shape[0] * 4 // 5
     start = torch.randn(shape, generator=generator())
     results = []
@@ -1276,6 +1321,23 @@ def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
 
 # ---------------------------------------------------------------- operators, dispatch, compilation
 
+def test_kernels_are_tested_on_a_gpu_too_where_there_is_one(monkeypatch):
+    assert torch.ones(1).device.type == generator().device.type == DEVICE
+    added = []
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        added.append([environment for _, environment in runs_beside([])])
+    assert added == [[{}], [{}, dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")]]
+
+
+@pytest.mark.parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
+def test_kernels_are_launched_on_the_gpu_that_was_asked_for(name, current, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
+    assert sample.pick_device(name) == name and chosen == current
+
+
 def operator_calls():
     table, indices, weights, blocks, n_blocks, x = sum_inputs("blocks, slices", torch.float32)
     order = kernels.sort_indices(indices)
@@ -1288,16 +1350,52 @@ def operator_calls():
     dense = (grad, indices, weights.detach(), blocks, n_blocks, order, 4, torch.float32)
     targets = torch.arange(len(x)) % 5 - 1
     head = (x.requires_grad_(), table, targets, 3.0, torch.bfloat16, True, True)
-    yield kernels.product_key_search, (s, s.flip(1), 3)
+    yield kernels.product_key_search, (s.requires_grad_(), s.flip(1), 3)
     yield kernels.tucker_search, (t_row, t_col, u, v, core.sum(0), 4, 3)
     yield kernels.scatter_scores, (torch.randn(4, 3), picks, 6)
-    yield kernels.pick, (s.requires_grad_(), picks)
+    yield kernels.pick, (s, picks)
     yield kernels.gather_rows_op, (table, torch.tensor([0, 2]), False)
     yield kernels.row_sums_dense, dense
     yield kernels.gather_sum_op, (table, indices, weights, blocks, n_blocks, order, False)
     grad.requires_grad_()
     yield kernels.gather_dot_op, (table, indices, grad, blocks, n_blocks, 2, None, False)
     yield kernels.linear_cross_entropy_op, head
+
+
+@no_triton
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    monkeypatch.setattr(kernels, "BACKEND", "triton")
+    guarded = []
+    launched = set()
+
+    @contextlib.contextmanager
+    def device_of(t):
+        guarded.append(t)
+        yield
+        guarded.pop()
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, first, *args, **options):
+            assert guarded[-1] is first
+            launched.add(self.name)
+
+    names = {name for name in vars(kernels) if name.endswith("_kernel")}
+    for name in names:
+        monkeypatch.setattr(kernels, name, Kernel(name))
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for op, args in operator_calls():
+        with torch.no_grad():
+            op(*args)
+    table = torch.nn.Parameter(torch.randn(4, 3))
+    table.grad = kernels.coalesced(torch.tensor([1]), torch.ones(1, 3), table.shape)
+    kernels.LazyAdam([table]).step()
+    assert launched == names
 
 
 @pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=slow)])
@@ -1333,6 +1431,17 @@ def test_kernels_compile_without_a_graph_break(backend, compiler):
     torch._dynamo.reset()
     compiled = torch.compile(every_operation, fullgraph=True, backend=compiler)
     close(forward_and_gradients(compiled, *inputs), expected, 2e-6)
+
+
+def test_kernels_a_varying_number_of_queries_compiles_twice():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(every_operation, fullgraph=True, backend=counter)
+    for P in (6, 7, 9, 10, 12):    # as constants, then with a symbol for P
+        shapes = ((25, 8), (P, 5), (P, 8), (P, 2, 4), (P, 2, 2), (2, 1, 2, 2))
+        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        compiled(*inputs).backward()
+    assert counter.frame_count == 2
 
 
 def test_kernels_row_sparse_gradients_are_one_graph_break():
@@ -1396,7 +1505,8 @@ def test_kernels_debug_mode_checks_index_ranges(monkeypatch):
 
 
 def test_kernels_dispatch_rule(monkeypatch):
-    t = torch.zeros(1)
+    t = torch.zeros(1, device="cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(kernels, "BACKEND", "")
     assert not kernels.use_triton(t)    # CPU tensors take the torch path
     monkeypatch.setattr(kernels, "BACKEND", "triton")
@@ -1453,6 +1563,9 @@ for n, m in ((20, 5), (360, 32)):
 for z in (torch.randn(3, 5000), torch.randn(3, 17).bfloat16()):
     for softcap in (0.0, 15.0):
         kernels.cross_entropy_triton(z, i[:3, 0], softcap, softcap > 0 or z.shape[1] > 17)
+p = torch.nn.Parameter(torch.randn(5, 300))
+p.grad = kernels.coalesced(torch.tensor([1]), torch.ones(1, 300), p.shape)
+kernels.LazyAdam([p]).step()
 print(*sorted(compiled))
 """
 
@@ -1464,8 +1577,8 @@ def test_kernels_compile_for_hopper_without_a_gpu_and_without_atomics():
     done = subprocess.run([sys.executable, "-c", COMPILE_FOR_HOPPER], cwd=ROOT, env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    names = "cross_entropy gather_dot gather_sum merge product_key row_sums scatter_scores tucker"
-    assert done.stdout.split() == [f"{name}_kernel" for name in names.split()]
+    names = {name for name in vars(kernels) if name.endswith("_kernel")}
+    assert set(done.stdout.split()) == names
 
 
 # ---------------------------------------------------------------- training on a CPU
@@ -2875,6 +2988,16 @@ def test_ultramem_compiles_in_one_graph():
     torch.testing.assert_close(*found)
 
 
+def test_ultramem_dense_gradients_are_one_graph_and_row_sparse_ones_many():
+    idx = some_tokens()
+    for sparse in (False, True):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        model = make("ultramem", n_keys=12, top_k=4, n_layer=4, sparse_memory=sparse)
+        torch.compile(model, backend=counter)(idx, idx)
+        assert counter.frame_count > 4 if sparse else counter.frame_count == 1
+
+
 @pytest.mark.parametrize("switches", [
     dict(share="ring:2"),
     dict(memory="ultramem", memory_layers="0:1/1:2"),
@@ -3753,6 +3876,21 @@ def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
         assert torch.equal(away.to_dense(), sparse.to_dense())
 
 
+def test_hiermem_gradients_of_shared_blocks_are_added_up_in_one_order():
+    level = make("hiermem", **TREE).bank["1"]
+    node = torch.tensor([1, 0, 1, -1, 1])
+    rows = level(node, torch.device("cpu"))
+    grad = torch.randn(rows.shape)
+    with Operators() as seen:
+        rows.backward(grad)
+    assert torch.equal(rows.flatten(1), level.table[node])
+    wanted = torch.zeros_like(level.table).index_add(0, node % len(level.table), grad.flatten(1))
+    torch.testing.assert_close(level.table.grad.to_dense(), wanted)
+    assert "nanomem::row_sums_dense" in seen.names
+    atomic = ("index_add", "scatter_add", "index_put")         # on CUDA
+    assert not any(name.split("::")[1].startswith(atomic) for name in seen.names)
+
+
 def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
     config = model_hiermem.Config(**{**SIZE, **TREE, "bank_device": "cpu"})
     with torch.device("meta"):
@@ -3768,7 +3906,7 @@ def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
     assert rows.is_meta and rows.shape == (3, 3, 4, 96), "fetched rows travel"
 
 
-def test_row_adamw_is_adamw_for_every_row_at_its_own_pace():
+def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(backend):
     g = torch.Generator().manual_seed(0)
     start = torch.randn(5, 2, 3, generator=g)
     settings = dict(lr=0.1, betas=(0.8, 0.95), eps=1e-3)
@@ -4215,6 +4353,16 @@ def test_two_processes_equal_one(sparse, text_folder, tmp_path):
             torch.testing.assert_close(two["model"][name], tensor, atol=tolerance, rtol=0)
         vals = [log_of(tmp_path / run, "val_loss")[steps] for run in ("one", "two")]
         assert vals[0] == pytest.approx(vals[1], abs=1e-3)
+
+
+@slow
+def test_two_processes_compile_and_train_row_sparse_tables(text_folder, tmp_path):
+    """DDP ignores these tables by their names in the model that it wraps: it is wrapped first."""
+    process = torchrun(*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path / 'two'}",
+                       "--sparse_memory=True", "--compile=1", "--batch_size=2", "--max_iters=2")
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert log_of(tmp_path / "two")[2] < log_of(tmp_path / "two")[1]
 
 
 @slow
@@ -4933,14 +5081,27 @@ def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):
         sample.load_start(path, sample.load_module("lime"), {})
 
 
+def runs_beside(options):
+    """What runs at the same time as this file's tests: commands and what their environment adds."""
+    files = map(str, sorted(ROOT.glob("experiments/test_*.py")))
+    yield [*files, *options], {}
+    if torch.cuda.is_available():
+        compiled = dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")
+        chosen = "kernels and not never_holds"    # chunks are larger there
+        yield [__file__, *options, "-k", chosen], compiled
+
+
 if __name__ == "__main__":
     os.environ["NANOMEM_SLOW"] = "1" if "--slow" in sys.argv else ""
     quiet = ["-W", "ignore::DeprecationWarning:torch.jit._script"]     # of torch's own use of it
     options = ["-q", *quiet, *[option for option in sys.argv[1:] if option != "--slow"]]
-    beside = map(str, sorted(ROOT.glob("experiments/test_*.py")))      # at the same time
-    command = [sys.executable, "-m", "pytest", *beside, *options]
-    others = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    others = []
+    for arguments, added in runs_beside(options):
+        command = [sys.executable, "-m", "pytest", *arguments]
+        others.append(subprocess.Popen(
+            command, env=os.environ | added, stdout=subprocess.PIPE, text=True))
     codes = {int(pytest.main([__file__, *options]))}
-    print(others.communicate()[0])
-    codes.add(others.returncode)
+    for other in others:
+        print(other.communicate()[0])
+        codes.add(other.returncode)
     sys.exit(max(codes - {5}, default=5))                              # 5: -k names none of these

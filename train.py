@@ -90,7 +90,7 @@ log_interval = 10           # steps between lines
 sample_tokens = 200         # tokens of the sample at the end; 0: none
 target_bpb = 0.0            # say at the end whether the run met it
 target_loss = 0.0           # likewise, in nats
-device = ""                 # cuda | mps | cpu
+device = ""                 # cuda | cuda:1 | mps | cpu
 dtype = ""                  # float32 | bfloat16: autocast; "": bfloat16 where it is faster
 compile = -1                # 0 | 1: torch.compile
 dry_run = False             # print parameters, FLOPs and memory, and stop
@@ -188,7 +188,8 @@ master = rank == 0
 device = pick_device(device)
 gpu = device.startswith("cuda")
 if gpu:
-    torch.cuda.set_device(local_rank if world > 1 else device)
+    if world > 1:
+        torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
 else:
     tune_cpu()
