@@ -1200,7 +1200,7 @@ class LargestAllocation(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("tokens, V", [(600, 10_000), (512, 50_304)])    # chunks of 256 tokens
 def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V, dtype, relative):
     x = torch.randn(tokens, 2).to(dtype)
@@ -1213,7 +1213,7 @@ def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V,
     def one_op(x, w):
         return kernels.linear_cross_entropy(x, w, targets)
 
-    exact = forward_and_gradients(two_ops, x.float(), weight.float())
+    exact = forward_and_gradients(two_ops, x.double(), weight.double())
     close(forward_and_gradients(one_op, x, weight), exact, relative)
     body = kernels.linear_cross_entropy_op._init_fn    # the mode sees no further than an operator
     with LargestAllocation([]) as seen:
