@@ -45,7 +45,8 @@ def survives(mutant):
 
 
 def main(argv):
-    overrides, _ = configure(argv, defaults)
+    overrides, others = configure(argv, defaults)
+    need(not others, f"no file is wanted, not {others}")
     options = {**defaults, **overrides}
     chosen = [mutant for mutant in MUTANTS if options["file"] in ("", mutant[0])]
     need(chosen, f"file={options['file']}: the table has no mutant of it")

@@ -165,7 +165,8 @@ def test_a_prompt_reads_its_own_blocks_of_a_large_checkpoint(tmp_path, capsys):
     model = model_hiermem.Model(model_hiermem.Config.from_depth(2, **fields))
     model.init_weights()
     ckpt = dict(format="nanomem-1", step=0, config=dict(model="hiermem"), model=model.state_dict(),
-                model_config=vars(model.config),
+                model_config=vars(model.config), log=[], train={}, rng=torch.ones(1),
+                optimizers=[{"state": {}}],
                 data=dict(tokenizer="bytes", eot=256, folder=""))
     torch.save(ckpt, tmp_path / "ckpt.pt")
     found = bank.read(tmp_path, "river boat")
