@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import zipfile
 from itertools import accumulate, takewhile
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,11 +126,14 @@ PARTS = dict(model=dict, step=int, log=list, optimizers=list, config=dict, model
              rng=torch.Tensor, train=dict, data=dict)           # of a checkpoint, beside the format
 
 
-def load_checkpoint(path) -> dict:
-    """A ckpt.pt, or its folder -> what train.py saved; the tensors stay in the file until used."""
+def load_checkpoint(path, sums=False) -> dict:
+    """A ckpt.pt, or its folder -> what train.py saved; the tensors stay in the file until used.
+    sums: compares the sums of all its parts first, for which it is read whole."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     need(path.is_file(), f"no checkpoint {path}: train.py makes one, --out_dir= names another")
     try:
+        damaged = sums and zipfile.ZipFile(path).testzip()
+        need(not damaged, f"the sum of {damaged} is wrong")
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:      # a torn file can raise almost anything
         reason = str(error).splitlines()[0]
@@ -157,6 +161,8 @@ def assemble(path, ckpt):
             model.to_empty(device="cpu")
             model.init_weights()    # it has tables that are computed, not saved (rotary ones, say)
         model.load_state_dict(ckpt["model"], assign=True)
+        for key, p in model.named_parameters():
+            need(p.is_floating_point(), f"{key} holds {p.dtype}")
     except (TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:400]
         message = f"{path} does not fit model_{name}.py, which has changed since: {reason}"
@@ -179,7 +185,7 @@ def load_start(path, module, fields) -> dict:
     if (source / "config.json").exists() and not (source / "ckpt.pt").exists():
         ckpt = load_hugging_face(source, module)
     else:
-        ckpt = load_checkpoint(source)
+        ckpt = load_checkpoint(source, sums=True)
         assemble(source, ckpt)      # a checkpoint that lacks a tensor must not train from random
     return module.start(path, ckpt, fields)
 

@@ -98,7 +98,8 @@ defaults = {k: v for k, v in globals().items() if type(v) in KINDS and k[0] != "
 AT_LEAST_ONE = ("depth", "block_size", "batch_size", "batch_tokens", "eval_interval", "eval_tokens",
                 "log_interval")                    # the other numbers may be 0, none is negative
 AT_MOST = dict(depth=1000, compile=1, warmup=1, warmdown=1, beta1=0.999999, beta2=0.999999)
-FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_tokens", "optimizer")
+FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_tokens", "skip_steps",
+         "optimizer")
 OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "loss.png", "tokenizer.json")
 
 
@@ -197,7 +198,7 @@ if master and not dry_run and (out.exists() or not resume):
 
 ckpt = None
 if resume:                                         # the run that stopped decides
-    ckpt = load_checkpoint(out)
+    ckpt = load_checkpoint(out, sums=True)
     saved = {**ckpt["config"], **ckpt["model_config"]}
     for key, value in {**given, **overrides, "model": model}.items():
         same = value in (-1, "", saved.get(key)) or key in defaults and key not in FIXED

@@ -123,6 +123,8 @@ def load_experiment(path, scale):
     check_names(exp, path)
     need(type(exp.seeds) is int and exp.seeds > 0, f"{path}: seeds must be a number, 1 or more")
     need(isinstance(exp.metric, str), f"{path}: metric must be a name")
+    for name in (exp.claims, exp.also):
+        need(isinstance(name, (list, tuple)), f"{path}: claims and also must be lists of names")
     for name in exp.variants:
         model = settings(exp, scale, name)["model"]
         need((ROOT / f"model_{model}.py").exists(), f"{path}: there is no model_{model}.py")
@@ -622,8 +624,10 @@ def main(path, argv, dataset=""):
     code = 0
 
     def report(data_id=""):
-        rows = collect(exp, opt, runs, results, data_id)
-        results.with_suffix(".md").write_text(table(exp, opt, rows), encoding="utf-8")
+        with reading(results):
+            rows = collect(exp, opt, runs, results, data_id)
+            text = table(exp, opt, rows)
+        results.with_suffix(".md").write_text(text, encoding="utf-8")
         return rows
 
     if not opt.table_only:

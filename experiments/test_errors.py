@@ -190,7 +190,8 @@ BASE = {
     "train.py": [*TINY, "--dataset=data", "--out_dir=new", "--max_iters=1"],
     "resume": ["--dataset=data", "--out_dir=run", "--init_from=resume", "--max_iters=4",
                "--dtype=float32"],
-    "start": ["--dataset=data", "--out_dir=new", "--init_from=run", "--dtype=float32"],
+    "start": ["--dataset=data", "--out_dir=new", "--init_from=run", "--max_iters=1",
+              "--dtype=float32", "--sample_tokens=0"],
     "grow": ["--model=midus", "--dataset=data", "--out_dir=new", "--init_from=hf"],
     "hiermem": [*POST, "--dataset=tree", "--out_dir=new", "--init_from=anchor", "--max_iters=1"],
     "sample.py": ["--out_dir=run", "--num_samples=1", "--max_new_tokens=3"],
@@ -222,7 +223,7 @@ CASES = r"""
 -                                --depth=0                          depth=0: must be from 1
 -                                --depth=-2                         depth=-2: must be from 1
 -                                --depth=100000                     depth=100000: must be from 1
--                                --depth=1000 --n_embd=64000        choose a smaller model
+-                                --depth=100 --n_embd=128000        choose a smaller model
 -                                --n_embd=1000000000 --n_head=1     Storage size calculation overflowed
 -                                --memory_scael=2                   did you mean --memory_scale=?
 -                                --dense                            --dense=True
@@ -334,6 +335,8 @@ data/train_000000.bin = None     -                                 no train shar
 data/val_000000.bin = None       -                                 no val shards, *val*.bin
 data/val_000000.bin = b""        -                                 val_000000.bin is not a token shard
 data/train_000000.bin = c[:-2]   -                                 cut off or damaged
+data/train_000000.bin = c[:8] + b"\xfd\xff\xff\xff" + c[12:]    -    cut off or damaged
+data/train_000000.bin = c[:8] + bytes(4) + c[12:1024]    -         is not whole: 0 train tokens
 data/train_000000.bin = c[:600]  -                                 is not a token shard
 data/train_000000.bin = c + b"!!"               -                  cut off or damaged
 data/train_000000.bin = b"\2" + c[1:]          -                  is not a token shard
@@ -364,6 +367,7 @@ run/.lock locked                 --out_dir=run                     run is in use
 -                                --memory_scale=2                   memory_scale=2.0: the checkpoint has
 -                                --model=lime                       model=lime: the checkpoint has model=move
 -                                --preset=d12                       preset=d12: the checkpoint has
+-                                --skip_steps=5                     skip_steps=5: the checkpoint has skip_steps=0
 -                                --block_size=16                    block_size=16: the checkpoint has block_size=32
 -                                --max_iters=1                      is of step 2 and max_iters=1: give a larger
 -                                --max_iters=2                      is of step 2 and max_iters=2: give a larger
@@ -374,6 +378,7 @@ run/ckpt.pt = None               -                                  no checkpoin
 run/ckpt.pt = b""                -                                  cannot be read, it is cut short
 run/ckpt.pt = c[:1000]           -                                  cannot be read, it is cut short
 run/ckpt.pt = c[:-1000]          -                                  cannot be read, it is cut short
+run/ckpt.pt = c[:len(c) // 2] + b"junk" * 9 + c[len(c) // 2 + 36:]    -    the sum of
 run/ckpt.pt: c = {"a": 1}        -                                  is not a checkpoint of nanoMem
 run/ckpt.pt: c = [c]             -                                  is not a checkpoint of nanoMem
 run/ckpt.pt: c["format"] = "nanomem-0"          -                   is not a checkpoint of nanoMem
@@ -493,6 +498,7 @@ run/ckpt.pt: c["model_config"]["n_embd"] = 10 ** 9      -           run
 run/ckpt.pt: c["model_config"] = []             -                   run
 run/ckpt.pt: c["model"] = {}                    -                   Missing key(s)
 run/ckpt.pt: c["model"] = 3                     -                   run
+run/ckpt.pt: c["model"]["embed.weight"] = c["model"]["embed.weight"].char()    -    embed.weight holds torch.int8
 run/ckpt.pt: del c["step"]                      -                   run
 run/ckpt.pt: c = {"a": 1}                       -                   is not a checkpoint of nanoMem
 run/ckpt.pt = b"PK" + c[2:500]                  -                   cannot be read, it is cut short
@@ -516,6 +522,7 @@ bank/retriever.npz = c[:-100]    -                                  not a whole 
 bank/retriever.npz = b""         -                                  not a whole retriever file
 bank/retriever.npz: c["embedder"] = "no such"   -                   not a whole retriever file
 bank/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1    -    is the tree
+bank/retriever.npz: c["centroids_1"] = np.array("x")    -           not a whole retriever file
 bank/retriever.npz: del c["centroids_2"]        -                   not a whole retriever file
 bank/retriever.npz: del c["state_idf"]          -                   is the tree
 bank/ckpt.pt: c["data"].pop("tokenizer")        -                   bank
@@ -572,6 +579,7 @@ a.jsonl = b"[" * 100000          --source=a.jsonl                   a.jsonl
 a.jsonl = b"9" * 5000            --source=a.jsonl                   a.jsonl
 a.jsonl.gz = __import__("gzip").compress(b'{"text": "x"}\n' * 99)[:-9]    --source=a.jsonl.gz    a.jsonl.gz
 a.jsonl.xz = __import__("lzma").compress(b'{"text": "x"}\n' * 99)[:-9]    --source=a.jsonl.xz    a.jsonl.xz
+a.jsonl.gz = b"no gzip"          --source=a.jsonl.gz --workers=2    a.jsonl.gz or the next: Not a gzip
 a.jsonl.gz = b"no gzip"          --source=a.jsonl.gz                a.jsonl.gz or the next: Not a gzip
 a.jsonl.gz = b""                 --source=a.jsonl.gz                too few different documents
 a.parquet = b"no parquet"        --source=a.parquet                 a.parquet or the next: parquet cannot be read
@@ -602,6 +610,7 @@ exp.py = c + b'claims = ["A > C"]'         exp.py                   'C' of basel
 exp.py = c + b'claims = ["loss: A > B"]'   exp.py                   'loss' of a claim is no column
 exp.py = c + b'claims = [3]'     exp.py                             exp.py
 exp.py = c + b'claims = 3'       exp.py                             exp.py
+exp.py = c + b'claims = "A > B"'   exp.py                          claims and also must be lists
 exp.py = c + b'baseline = "C"'   exp.py                             'C' of baseline or claims is no variant
 exp.py = c + b'baseline = 3'     exp.py                             exp.py
 exp.py = c + b'variants = {"A": ("score", 1)}'    exp.py            variant 'A' must be (overrides
@@ -622,6 +631,7 @@ exp.py = c + b'prepare = "--source=x"'    exp.py                    `prepare` mu
 exp.py = c + b'prepare = 7'      exp.py                             exp.py
 repo/experiments/results/exp-cpu.jsonl = b"{"         exp.py --table_only=True    exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b"[1]\n"    exp.py --table_only=True    exp-cpu.jsonl
+repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "data_id": "", "val_loss": 1, "overrides": {"model": "move", "depth": 1, "max_iters": 1}}\n'    exp.py --table_only=True    exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b"{}\n"     exp.py --table_only=True    exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "overrides": {}}\n'    exp.py --table_only=True    exp-cpu.jsonl
 # experiments/bank.py
