@@ -118,13 +118,13 @@ def load_experiment(path, scale):
     exp.variants = {name: Variant(*value) for name, value in exp.variants.items()}
     if isinstance(exp.baseline, str):                           # one for all
         exp.baseline = dict.fromkeys(exp.variants, exp.baseline)
+    for names in (exp.claims, exp.also):
+        need(isinstance(names, (list, tuple)), f"{path}: claims and also must be lists of names")
     bases = list(dict.fromkeys(exp.baseline.values()))
     exp.minus = bases[0] if len(bases) == 1 else "its baseline"
     check_names(exp, path)
     need(type(exp.seeds) is int and exp.seeds > 0, f"{path}: seeds must be a number, 1 or more")
     need(isinstance(exp.metric, str), f"{path}: metric must be a name")
-    for name in (exp.claims, exp.also):
-        need(isinstance(name, (list, tuple)), f"{path}: claims and also must be lists of names")
     for name in exp.variants:
         model = settings(exp, scale, name)["model"]
         need((ROOT / f"model_{model}.py").exists(), f"{path}: there is no model_{model}.py")
@@ -636,10 +636,10 @@ def main(path, argv, dataset=""):
             runs = plan(exp, opt, dataset)
         there = [place for place in (ROOT, ROOT / "data") if (place / dataset).is_dir()]
         need(there, f"dataset={dataset}: there is no such data folder")
-        (ROOT / opt.out).mkdir(parents=True, exist_ok=True)
         for run in runs:
             check_begun(run)
         report(data_id_of(dataset))                             # refuses other data before it runs
+        (ROOT / opt.out).mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGINT, signal.SIGTERM):          # a shell's & ignores SIGINT
             signal.signal(number, signal.default_int_handler)
         try:

@@ -120,12 +120,12 @@ def home(text_folder, clustered, tmp_path_factory):
     return home
 
 
-EXPERIMENT = '''"""A table."""
-model, metric, baseline, seeds = "move", "val_loss", "A", 1
-variants = {"A": ({}, None), "B": (dict(learning_rate=0.01), 1.5)}
-claims = ["A > B"]
-cpu = dict(depth=1, max_iters=1)
-'''
+EXPERIMENT = (
+    '"A table."\n'
+    'model, metric, baseline, seeds = "move", "val_loss", "A", 1\n'
+    'variants = {"A": ({}, None), "B": (dict(learning_rate=0.01), 1.5)}\n'
+    'claims = ["A > B"]\n'
+    'cpu = dict(depth=1, max_iters=1)\n')
 
 
 # ---------------------------------------------------------------- what is broken beforehand
@@ -498,7 +498,6 @@ run/ckpt.pt: c["model_config"]["n_embd"] = 10 ** 9      -           run
 run/ckpt.pt: c["model_config"] = []             -                   run
 run/ckpt.pt: c["model"] = {}                    -                   Missing key(s)
 run/ckpt.pt: c["model"] = 3                     -                   run
-run/ckpt.pt: c["model"]["embed.weight"] = c["model"]["embed.weight"].char()    -    embed.weight holds torch.int8
 run/ckpt.pt: del c["step"]                      -                   run
 run/ckpt.pt: c = {"a": 1}                       -                   is not a checkpoint of nanoMem
 run/ckpt.pt = b"PK" + c[2:500]                  -                   cannot be read, it is cut short
@@ -526,6 +525,7 @@ bank/retriever.npz: c["centroids_1"] = np.array("x")    -           not a whole 
 bank/retriever.npz: del c["centroids_2"]        -                   not a whole retriever file
 bank/retriever.npz: del c["state_idf"]          -                   is the tree
 bank/ckpt.pt: c["data"].pop("tokenizer")        -                   bank
+bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()    -    norm.weight holds torch.int8
 # prepare_fineweb.py
 -                                --source=nowhere                   there is no source nowhere: fineweb_edu, pydocs
 -                                --source=image.png                 image.png is not, or does not hold, a .txt
