@@ -156,7 +156,8 @@ def merge(jobs, out_dir, overwrite=False):
             if "steps" not in theirs:
                 continue
             moved = theirs["steps"] > 0
-            need(theirs["table"][moved].isfinite().all(), f"{folder} has blocks that are no numbers")
+            finite = theirs["table"][moved].isfinite().all()
+            need(finite, f"{folder} has blocks of level {level} that are not numbers")
             twice = moved & trained[level]
             need(not twice.any(), f"{folder} has trained blocks of level {level} that another job "
                  "has, too: give each job a subtree of its own, and --generic=0")
