@@ -44,6 +44,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import runpy
 import shutil
 import signal
 import sys
@@ -51,6 +52,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import traceback
 import urllib.request
 import warnings
 import zipfile
@@ -116,7 +118,10 @@ EXPECTED = (     # what goes wrong on sound code
     ValueError, OSError, ImportError, MemoryError, EOFError, SyntaxError, lzma.LZMAError,
     zlib.error, pickle.UnpicklingError, zipfile.BadZipFile,
 )
-EXPECTED_TEXTS = ("can't allocate memory", "PytorchStreamReader", "PytorchStreamWriter")
+EXPECTED_TEXTS = (
+    "can't allocate memory", "PytorchStreamReader", "PytorchStreamWriter",
+    "Storage size calculation overflowed",
+)
 WHAT_TO_DO = {
     "ModuleNotFoundError": "pip install -r requirements.txt",
     "PermissionError": "choose a place that you may write to",
@@ -137,11 +142,11 @@ def guard(program):
         if stream is not None:
             stream.reconfigure(errors="replace")     # "?" for what an ASCII terminal cannot show
 
-    def report(kind, error, traceback):
+    def report(kind, error, trace):
         if issubclass(kind, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)     # a second Ctrl-C changes nothing
         if os.environ.get("NANOMEM_DEBUG", "0") not in ("", "0"):
-            sys.__excepthook__(kind, error, traceback)
+            sys.__excepthook__(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):
             sys.exit(130)
         elif issubclass(kind, BrokenPipeError):
@@ -149,7 +154,7 @@ def guard(program):
         elif is_expected(error):
             print(f"{program}: {one_line(error)}", file=sys.stderr)
         else:
-            sys.__excepthook__(kind, error, traceback)
+            sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = report
     atexit.register(flush_output, program)
@@ -192,6 +197,36 @@ def naming(path):
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+@contextlib.contextmanager
+def reading(path):
+    """What a damaged file, or one of another kind, can break inside is a ConfigError that names
+    it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+            AssertionError) as error:
+        kind = type(error).__name__
+        if kind == "OutOfMemoryError":
+            raise
+        reason = " ".join(str(error).split())[:400]
+        raise ConfigError(f"{path} cannot be used, it is damaged or of another kind ({kind}: "
+                          f"{reason})") from error
+
+
+def run_file(path):
+    """The globals of a Python file; what fails in it is a ConfigError with its place."""
+    try:
+        return runpy.run_path(str(path))
+    except SyntaxError:     # says itself where it is
+        raise
+    except (Exception, SystemExit) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{place.filename}, line {place.lineno}: {type(error).__name__}: {error}"
+        raise ConfigError(message) from error
 
 
 def lock(path, wait=False):
@@ -456,13 +491,15 @@ def load_meta(folder) -> dict:
         return _meta_of_shards(folder)
     try:
         meta = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be used ({error}): prepare the folder again") from None
     for key, kind in META_TYPES.items():
         value = meta.get(key)
         optional = key not in meta and key not in META_REQUIRED
         need(optional or type(value) is kind, f"{file} cannot be used: {key} must be of type "
              f"{kind.__name__}, not {value!r}; prepare the folder again")
+    need(re.fullmatch("[0-9]+(,[0-9]+)*", meta.get("clusters", "8")),
+         f"{file} cannot be used: clusters={meta.get('clusters')}; prepare the folder again")
     known = _vocabulary(folder, meta["tokenizer"])
     need(known == (meta["vocab_size"], meta["eot"]),
          f"{file} cannot be used: its vocab_size and eot are not those of its tokenizer, {known}")
@@ -686,6 +723,7 @@ def check_source(name):
 def _dataset(path, **arguments):
     """The rows of a dataset, streamed; a local parquet file goes the same way as the hub's."""
     import datasets
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)     # one line is enough
     try:
         yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
     except Exception as error:     # of the hub, of the network, of pyarrow
@@ -709,7 +747,7 @@ def read_files(path, text_field):
             for n, row in enumerate(_rows(file, text_field), 1):
                 where = f"{file}, record {n}"
                 yield split, where, row
-        except EXPECTED as error:
+        except (*EXPECTED, RecursionError) as error:
             raise ConfigError(f"{where} or the next: {error}") from None
 
 
@@ -1009,6 +1047,12 @@ def _check_settings(c):
     need(all(factor.isdecimal() and int(factor) > 1 for factor in factors),
          f"clusters={c.clusters}: must be the factors of a tree, such as 8,8")
     need(c.embedder in ("hash", "minilm"), f"embedder={c.embedder}: must be hash or minilm")
+    need(c.val_fraction == -1 or 0 < c.val_fraction <= 1,
+         f"val_fraction={c.val_fraction}: must be above 0, and 1 at most")
+    for key, value in (("max_tokens", c.max_tokens), ("workers", c.workers)):
+        need(value == -1 or value >= 1, f"{key}={value}: must be at least 1, or -1")
+    for key, least in (("block_size", 0), ("shard_tokens", 1), ("window", 1)):
+        need(getattr(c, key) >= least, f"{key}={getattr(c, key)}: must be at least {least}")
 
 
 def prepare(**settings) -> str:
@@ -1026,7 +1070,8 @@ def prepare(**settings) -> str:
     if c.clusters and not c.block_size:
         c.block_size = 256
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
-    need(folder.name, f"out={c.out}: must name a folder of its own")
+    own = folder.name and not folder.name.endswith(".partial")
+    need(own, f"out={c.out}: must name a folder of its own")
     asked = {key: getattr(c, key) for key in _defaults}
     for key in ("out", "workers", "overwrite"):
         del asked[key]

@@ -16,11 +16,13 @@ import json
 import os
 import re
 import sys
+import zipfile
 from itertools import accumulate, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 
 from prepare_fineweb import EOT, ConfigError, configure, get_tokenizer, guard, help_text, need
+from prepare_fineweb import reading
 
 if __name__ == "__main__":
     guard("sample.py")
@@ -120,11 +122,18 @@ def write_checkpoint(path, state):
         temporary.unlink(missing_ok=True)
 
 
-def load_checkpoint(path) -> dict:
-    """A ckpt.pt, or its folder -> what train.py saved; the tensors stay in the file until used."""
+PARTS = dict(model=dict, step=int, log=list, optimizers=list, config=dict, model_config=dict,
+             rng=torch.Tensor, train=dict, data=dict)           # of a checkpoint, beside the format
+
+
+def load_checkpoint(path, sums=False) -> dict:
+    """A ckpt.pt, or its folder -> what train.py saved; the tensors stay in the file until used.
+    sums: compares the sums of all its parts first, for which it is read whole."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     need(path.is_file(), f"no checkpoint {path}: train.py makes one, --out_dir= names another")
     try:
+        damaged = sums and zipfile.ZipFile(path).testzip()
+        need(not damaged, f"the sum of {damaged} is wrong")
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:      # a torn file can raise almost anything
         reason = str(error).splitlines()[0]
@@ -132,6 +141,11 @@ def load_checkpoint(path) -> dict:
         raise ConfigError(message) from None
     ours = isinstance(ckpt, dict) and ckpt.get("format") == "nanomem-1"
     need(ours, f"{path} is not a checkpoint of nanoMem's train.py")
+    for key, kind in PARTS.items():
+        need(isinstance(ckpt.get(key), kind), f"{path} is damaged: its {key} must be of type "
+             f"{kind.__name__}")
+    whole = "model" in ckpt["config"] and {"tokenizer", "folder", "eot"} <= ckpt["data"].keys()
+    need(whole and ckpt["step"] >= 0, f"{path} is damaged: its step, config or data")
     return ckpt
 
 
@@ -147,6 +161,8 @@ def assemble(path, ckpt):
             model.to_empty(device="cpu")
             model.init_weights()    # it has tables that are computed, not saved (rotary ones, say)
         model.load_state_dict(ckpt["model"], assign=True)
+        for key, p in model.named_parameters():
+            need(p.is_floating_point(), f"{key} holds {p.dtype}")
     except (TypeError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:400]
         message = f"{path} does not fit model_{name}.py, which has changed since: {reason}"
@@ -156,9 +172,10 @@ def assemble(path, ckpt):
 
 def load_model(path, device) -> tuple:
     """Checkpoint -> (model on `device` in eval mode, tokenizer, checkpoint)."""
-    ckpt = load_checkpoint(path)
-    model = assemble(path, ckpt).to(device)
-    return model.eval(), find_tokenizer(path, ckpt["data"]), ckpt
+    ckpt, device = load_checkpoint(path), pick_device(device)
+    with reading(path):
+        model = assemble(path, ckpt).to(device)
+        return model.eval(), find_tokenizer(path, ckpt["data"]), ckpt
 
 
 def load_start(path, module, fields) -> dict:
@@ -168,7 +185,7 @@ def load_start(path, module, fields) -> dict:
     if (source / "config.json").exists() and not (source / "ckpt.pt").exists():
         ckpt = load_hugging_face(source, module)
     else:
-        ckpt = load_checkpoint(source)
+        ckpt = load_checkpoint(source, sums=True)
         assemble(source, ckpt)      # a checkpoint that lacks a tensor must not train from random
     return module.start(path, ckpt, fields)
 
@@ -280,7 +297,7 @@ def check_safetensors(path):
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} cannot be read: {error!r}") from None
     for file in files:
-        need(Path(file).name == file, f"{index} names {file}, which is outside of its folder")
+        need(Path(str(file)).name == file, f"{index} names {file}, which is outside of its folder")
         try:
             with safe_open(path / file, "pt") as tensors:
                 kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}
@@ -342,9 +359,6 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
     beside.
     """
     check_length(model, idx.size(1))
-    need(temperature >= 0, f"temperature={temperature}: must not be negative")
-    need(top_k >= 0, f"top_k={top_k}: must not be negative")
-    need(0 <= top_p <= 1, f"top_p={top_p}: must be between 0 and 1")
     block_size, room = model.config.block_size, idx.size(1) + max_new_tokens
     cache, start = None, 0
     ended = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
@@ -358,7 +372,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
             logits, _ = model(idx[:, start + cache.pos:], cache=cache, **context)
         else:
             logits, _ = model(idx[:, start:], **context)
-        token = choose(logits[:, -1].float(), temperature, top_k, top_p, generator)
+        last = logits[:, -1].float()
+        need(last.isfinite().all(), "the model's output is not a number: take another checkpoint")
+        token = choose(last, temperature, top_k, top_p, generator)
         yield token
         idx = torch.cat((idx, token[:, None]), 1)
         if eot is not None:
@@ -489,6 +505,9 @@ def main(argv):
     need(not others, f"what is {others[:1]}? A run is given as --out_dir=, a text as --prompt=")
     for key in ("num_samples", "max_new_tokens"):
         need(getattr(c, key) >= 1, f"{key}={getattr(c, key)}: must be at least 1")
+    need(c.temperature >= 0, f"temperature={c.temperature}: must not be negative")
+    need(c.top_k >= 0, f"top_k={c.top_k}: must not be negative")
+    need(0 <= c.top_p <= 1, f"top_p={c.top_p}: must be between 0 and 1")
     need(0 <= c.seed < 2 ** 63, f"seed={c.seed}: must be from 0 to 2^63 - 1")
     need(c.dtype in ("", "float32", "bfloat16"), f"dtype={c.dtype}: float32 or bfloat16")
     need(c.inspect or not c.words, "--words=... goes with --inspect=True")
@@ -500,7 +519,6 @@ def main(argv):
     runs = sorted(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime)
     path = c.out_dir or (runs[-1] if runs else "out/*/ckpt.pt")
     model, tok, ckpt = load_model(path, c.device)
-    print(f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}", file=sys.stderr)
     if c.prompt == "-":
         c.prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
@@ -509,12 +527,13 @@ def main(argv):
     for key, value in context.items():
         if torch.is_tensor(value):
             context[key] = value.to(c.device)
-    if note:
-        print(note, file=sys.stderr)
+    header = f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}"
     with torch.autocast(kind, torch.bfloat16, enabled=half):
         if c.inspect:
             inspect_prompt(model, tok, c.prompt, c.words.split(","), folder)
         else:
+            check_length(model, 1 + len(tok.encode(c.prompt)))
+            print(*filter(None, (header, note)), sep="\n", file=sys.stderr)
             write_samples(model, tok, c, context)
 
 

@@ -32,8 +32,8 @@ import signal
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C while torch is imported: no traceback
 
-from prepare_fineweb import (ConfigError, TokenShards, configure, find_dataset, get_tokenizer,
-                             guard, help_text, load_meta, load_token_bytes, lock, naming, need)
+from prepare_fineweb import (TokenShards, configure, find_dataset, get_tokenizer, guard, help_text,
+                             load_meta, load_token_bytes, lock, naming, need, reading, run_file)
 
 if __name__ == "__main__":
     guard("train.py")
@@ -43,10 +43,8 @@ import math
 import os
 import platform
 import resource
-import runpy
 import sys
 import time
-import traceback
 from pathlib import Path
 from statistics import median
 
@@ -100,21 +98,15 @@ defaults = {k: v for k, v in globals().items() if type(v) in KINDS and k[0] != "
 AT_LEAST_ONE = ("depth", "block_size", "batch_size", "batch_tokens", "eval_interval", "eval_tokens",
                 "log_interval")                    # the other numbers may be 0, none is negative
 AT_MOST = dict(depth=1000, compile=1, warmup=1, warmdown=1, beta1=0.999999, beta2=0.999999)
-FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_tokens", "optimizer")
+FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_tokens", "skip_steps",
+         "optimizer")
 OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "loss.png", "tokenizer.json")
 
 
 def flags_of(path):
     """A config file's assignments as flags; a file with `variants` is an experiment, and runs."""
     need(Path(path).is_file(), f"no config file {path} (options are written --key=value)")
-    try:
-        settings = runpy.run_path(path)
-    except SyntaxError:                            # says itself where it is
-        raise
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{place.filename}, line {place.lineno}: {type(error).__name__}: {error}"
-        raise ConfigError(message) from None
+    settings = run_file(path)
     if "variants" in settings:
         from experiments.run import main
         sys.exit(main(path, options))
@@ -200,13 +192,14 @@ if not preset:
 out_dir = out_dir or f"out/{model}-{preset or f'd{depth}'}{'-dense' if dense else ''}"
 out, locked = Path(out_dir), None
 resume = init_from == "resume"
+need(not (out / "meta.json").exists(), f"{out} is a data folder: choose another out_dir")
 if master and not dry_run and (out.exists() or not resume):
     out.mkdir(parents=True, exist_ok=True)
     locked = lock(out)                             # until the process ends, however that is
 
 ckpt = None
 if resume:                                         # the run that stopped decides
-    ckpt = load_checkpoint(out)
+    ckpt = load_checkpoint(out, sums=True)
     saved = {**ckpt["config"], **ckpt["model_config"]}
     for key, value in {**given, **overrides, "model": model}.items():
         same = value in (-1, "", saved.get(key)) or key in defaults and key not in FIXED
@@ -228,6 +221,9 @@ if dataset or not dry_run:
 fields = {key: meta[key] for key in fields if key in meta and key != "vocab_size"}    # eot, say
 if block_size != -1:
     fields["block_size"] = block_size
+for key in fields.keys() & overrides.keys():       # what the data was made with
+    same = overrides[key] == fields[key] or key == "block_size"
+    need(same, f"{key}={overrides[key]}: {folder} has {key}={fields[key]}")
 fields |= overrides
 if dense:
     clash = sorted(module.DENSE.keys() & overrides.keys())
@@ -235,7 +231,7 @@ if dense:
     fields |= module.DENSE
 torch.manual_seed(seed)                            # for blocks that start() adds to a model
 if resume:
-    need(ckpt["data"]["data_id"] == meta["data_id"],
+    need(ckpt["data"].get("data_id") == meta["data_id"],
          f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
     model_config = module.Config(**ckpt["model_config"])
 elif init_from == "scratch":
@@ -244,8 +240,9 @@ elif init_from == "scratch":
 else:
     if preset or "depth" in given:
         fields |= dict(n_layer=configured().n_layer, n_embd=configured().n_embd)
-    ckpt = load_start(init_from, module, fields)
-    model_config = module.Config(**ckpt["model_config"])
+    with reading(init_from):
+        ckpt = load_start(init_from, module, fields)
+        model_config = module.Config(**ckpt["model_config"])
 need(model_config.vocab_size >= meta["vocab_size"] or not folder,
      f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
 block_size = model_config.block_size
@@ -353,14 +350,17 @@ for p in sparse:
 step = 0
 log = []                                           # the lines of log.jsonl
 progress = {"val_loss": None, "val_bpb": None, "train_seconds": 0.0}
-if ckpt:
-    raw.load_state_dict({**raw.state_dict(), **ckpt["model"]})         # start() may leave some out
-if resume:
-    for o, state in zip(optimizers, ckpt["optimizers"]):
-        o.load_state_dict(state)
-    torch.set_rng_state(ckpt["rng"])
-    step, progress = ckpt["step"], ckpt["train"]
-    log = ckpt["log"]
+with reading(out / "ckpt.pt" if resume else init_from):
+    if ckpt:
+        raw.load_state_dict({**raw.state_dict(), **ckpt["model"]})     # start() may leave some out
+        for name, p in raw.named_parameters():
+            need(p.detach().sum().isfinite(), f"{name} is not a number in {init_from}")
+    if resume:
+        for o, state in zip(optimizers, ckpt["optimizers"], strict=True):
+            o.load_state_dict(state)
+        torch.set_rng_state(ckpt["rng"])
+        step, progress = ckpt["step"], ckpt["train"]
+        log = ckpt["log"]
 ckpt = None                                        # its tensors are copied
 
 net, parallel = raw, None

@@ -671,6 +671,8 @@ def main(argv):
     c = SimpleNamespace(**{**_defaults, **overrides})
     need(len(commands) == 1 and commands[0] in ANALYSES and c.runs,
          f"give one of {', '.join(ANALYSES)} and --runs=FOLDER,FOLDER (--help tells more)")
+    for key in ("sequences", "datastore", "occurrences"):
+        need(getattr(c, key) >= 1, f"{key}={getattr(c, key)}: must be at least 1")
     name = commands[0]
     analyse, *picture = ANALYSES[name]
     found = {}

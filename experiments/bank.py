@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 import sample
 from model_hiermem import Config, Model, parse_nodes
 from prepare_fineweb import configure, find_dataset, guard, help_text, load_meta, lock, need
+from prepare_fineweb import reading
 
 # ------------------------------------------------------------------ settings: --key=value
 dataset = ""              # split: the folder of the whole data
@@ -110,6 +111,9 @@ def load(folder):
     ckpt = sample.load_checkpoint(folder)
     has_bank = any(re.match("bank.*table", key) for key in ckpt["model"])
     need(has_bank and "clusters" in ckpt["model_config"], f"{folder} has no bank of topics")
+    with reading(folder):                                      # it is whole
+        sample.assemble(folder, ckpt)
+        blocks_of(ckpt)
     return ckpt
 
 
@@ -127,6 +131,7 @@ def blocks_of(ckpt):
 def merge(jobs, out_dir, overwrite=False):
     """The jobs' checkpoints -> out_dir/ckpt.pt, each block with its moments from the job that has
     trained it."""
+    need(out_dir, "no --out_dir= to merge into")
     out = Path(out_dir)
     target = out / "ckpt.pt"
     need(overwrite or not target.exists(),
@@ -151,6 +156,8 @@ def merge(jobs, out_dir, overwrite=False):
             if "steps" not in theirs:
                 continue
             moved = theirs["steps"] > 0
+            finite = theirs["table"][moved].isfinite().all()
+            need(finite, f"{folder} has blocks of level {level} that are not numbers")
             twice = moved & trained[level]
             need(not twice.any(), f"{folder} has trained blocks of level {level} that another job "
                  "has, too: give each job a subtree of its own, and --generic=0")
@@ -174,8 +181,9 @@ def merge(jobs, out_dir, overwrite=False):
 
 def remove(out_dir, nodes):
     """Makes blocks what they were before any training, moments and counts too."""
-    need(nodes, "no --nodes=level:node,... to remove")
+    need(nodes.strip(","), "no --nodes=level:node,... to remove")
     folder = Path(out_dir)
+    load(folder)
     with lock(folder):
         ckpt = load(folder)
         config = Config(**ckpt["model_config"])

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from kernels import RowAdamW, clip_grads, keep_coalesced, tune_cpu
 from model_hiermem import Config, Model
 from prepare_fineweb import configure, guard, need
+from sample import pick_device
 
 # ------------------------------------------------------------------ settings: --key=value
 blocks = 4096                 # of the large bank, the generic one among them; the small one has 41
@@ -75,6 +76,7 @@ def main(argv):
     need(not others, f"no file or command, not {others}")
     need(c["blocks"] >= 42, f"blocks={c['blocks']}: must be 42 or more")
     need(min(c["rank"], c["steps"]) > 0, f"rank={c['rank']}, steps={c['steps']}: must be 1 or more")
+    pick_device(c["device"])
     tune_cpu()
     small = Racer(40, c["rank"], c["device"])
     large = Racer(c["blocks"] - 1, c["rank"], c["device"])

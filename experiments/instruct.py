@@ -44,6 +44,7 @@ def read_records(path):
 
 def to_record(row, where):
     """An instruction with its answer -> {"prompt", "answer"}, in Alpaca's layout."""
+    need(isinstance(row, dict), f"{where}: a record must be an object, not {str(row)[:60]}")
     given = row.get("input") or row.get("context") or ""        # Alpaca's names, Dolly's names
     answer = row.get("output") or row.get("response")
     instruction = row.get("instruction")

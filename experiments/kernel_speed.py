@@ -1,12 +1,11 @@
 """Times every operation of kernels.py against the obvious torch way, on the device it runs on.
 
-python experiments/kernel_speed.py [--json=PATH] [--quick]
+python experiments/kernel_speed.py [--json=PATH] [--quick=True]
 
 Three tables: the operations at the papers' sizes, a training step of one memory table, and the head
 with its loss. "of copy" is the bytes that must move, over the time, as a fraction of a measured
 copy's bandwidth. The two sides of every comparison take turns.
 """
-import argparse
 import concurrent.futures
 import itertools
 import json
@@ -16,6 +15,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kernels
 from kernels import LazyAdam, gather_dot, gather_sum, keep_coalesced, keep_freed_memory
 from kernels import linear_cross_entropy, mix_values, product_key_topk, row_sums_dense, tucker_topk
+from prepare_fineweb import configure, guard, need
 
 
 def wait(device):
@@ -334,11 +335,13 @@ def time_heads(device, quick, rounds):
             peer_peak_mib=peaks[1])
 
 
-def main():
-    parser = argparse.ArgumentParser(description="times every operation of kernels.py")
-    parser.add_argument("--json", help="a file for the figures")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds")
-    options = parser.parse_args()
+def main(argv):
+    settings = {"json": "", "quick": False}     # a file for the figures; small sizes, few rounds
+    given, others = configure(argv, settings)
+    options = SimpleNamespace(**settings | given)
+    need(not others, f"no file or command, not {others}: --json=FILE, --quick=True")
+    folder = Path(options.json).parent
+    need(folder.is_dir(), f"json={options.json}: there is no folder {folder}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rounds = 5 if options.quick else 15
     keeps = device == "cpu" and keep_freed_memory()    # for both sides
@@ -361,6 +364,5 @@ def main():
 
 
 if __name__ == "__main__":
-    from prepare_fineweb import guard
     guard("kernel_speed.py")
-    main()
+    main(sys.argv[1:])

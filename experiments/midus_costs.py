@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from kernels import clip_grads, tune_cpu
 from model_midus import DENSE, Config, Model, upscale
 from prepare_fineweb import configure, guard, need
+from sample import pick_device
 
 # -------------------------------------------------------------------------- settings: --key=value
 depth = 8                     # blocks of the base; half as many are inserted
@@ -162,7 +163,9 @@ def main(argv):
     need(not others, f"midus_costs.py takes no file, such as {others[:1]}")
     need(min(batch, steps, prompt) >= 1, "batch, steps and prompt must be 1 or more")
     need(prompt + NEW_TOKENS <= block_size, f"block_size must be prompt + {NEW_TOKENS} or more")
-    need(depth % 4 == 0 and n_embd % 64 == 0, "depth must be a multiple of 4, n_embd of 64")
+    need(depth % 4 == 0 < depth and n_embd % 64 == 0 < n_embd,
+         "depth must be a multiple of 4, n_embd of 64")
+    pick_device(device)
     tune_cpu()
     found = measure()
     print(f"{'':17} parameters    trained   kept MB  held MB    "

@@ -45,7 +45,8 @@ def survives(mutant):
 
 
 def main(argv):
-    overrides, _ = configure(argv, defaults)
+    overrides, others = configure(argv, defaults)
+    need(not others, f"no file is wanted, not {others}")
     options = {**defaults, **overrides}
     chosen = [mutant for mutant in MUTANTS if options["file"] in ("", mutant[0])]
     need(chosen, f"file={options['file']}: the table has no mutant of it")
@@ -86,7 +87,7 @@ MUTANTS = [
     ("prepare_fineweb.py", "encode_special_tokens = True", "encode_special_tokens = False",
      "round_trip"),
     ("prepare_fineweb.py", 'known == (meta["vocab_size"], meta["eot"])',
-     'known[0] == meta["vocab_size"]', "wrong_meta"),
+     'known[0] == meta["vocab_size"]', "mistake and vocab_size"),
     ("prepare_fineweb.py", 'if ("val" in path.name) == (split == "val")]', "if split in path.name]",
      "speedruns"),
     ("prepare_fineweb.py", "len(range(0, len(shard) - block_size, self.stride))",
@@ -233,7 +234,7 @@ MUTANTS = [
      "a_start_may_change"),
     ("sample.py", "            model.init_weights()    #", "            pass    #",
      "copied_model_file"),
-    ("sample.py", "        assemble(source, ckpt)", "        pass", "must_be_whole"),
+    ("sample.py", "        assemble(source, ckpt)", "        pass", "mistake and start"),
     ("sample.py", '"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up"',
      '"mlp.gate_proj": "mlp.up", "mlp.up_proj": "mlp.gate"', "hugging_face_logits"),
     ("sample.py", "logits / temperature", "logits * temperature", "top_k_top_p"),

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import runpy
 import shlex
 import signal
 import subprocess
@@ -23,11 +22,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from prepare_fineweb import configure, guard, help_text, need
+from prepare_fineweb import configure, guard, help_text, need, reading, run_file
 
 # One-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
@@ -105,21 +104,30 @@ def load_experiment(path, scale):
     """The names that an experiment file defines, with variants as Variants."""
     need(Path(path).is_file(), f"there is no experiment file {path}")
     exp = SimpleNamespace(claims=[], prepare="", also=())
-    vars(exp).update(runpy.run_path(str(path)))
+    vars(exp).update(run_file(path))
     exp.name = Path(path).stem
     wanted = ("model", "metric", "baseline", "seeds", "variants", scale)
     missing = [name for name in wanted if not hasattr(exp, name)]
     need(not missing, f"{path} does not define {', '.join(missing)} (experiments/README.md shows "
          "a whole file)")
     for name, value in exp.variants.items():
-        need(isinstance(value, tuple) and isinstance(value[0], dict),
-             f"{path}: variant {name!r} must be (overrides, paper's number or None[, seeds])")
+        kinds = tuple(map(type, value)) if isinstance(value, tuple) else ()
+        good = kinds[:1] == (dict,) and len(kinds) in (2, 3) and kinds[1] in (float, int, NoneType)
+        need(isinstance(name, str) and good, f"{path}: variant {name!r} must be (overrides, "
+             "paper's number or None[, seeds])")
     exp.variants = {name: Variant(*value) for name, value in exp.variants.items()}
     if isinstance(exp.baseline, str):                           # one for all
         exp.baseline = dict.fromkeys(exp.variants, exp.baseline)
+    for names in (exp.claims, exp.also):
+        need(isinstance(names, (list, tuple)), f"{path}: claims and also must be lists of names")
     bases = list(dict.fromkeys(exp.baseline.values()))
     exp.minus = bases[0] if len(bases) == 1 else "its baseline"
     check_names(exp, path)
+    need(type(exp.seeds) is int and exp.seeds > 0, f"{path}: seeds must be a number, 1 or more")
+    need(isinstance(exp.metric, str), f"{path}: metric must be a name")
+    for name in exp.variants:
+        model = settings(exp, scale, name)["model"]
+        need((ROOT / f"model_{model}.py").exists(), f"{path}: there is no model_{model}.py")
     return exp
 
 
@@ -351,8 +359,10 @@ def read_rows(file):
     rows = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            rows[row["variant"], row["seed"]] = row
+            with reading(file):
+                row = json.loads(line)
+                rows[row["variant"], row["seed"]] = row
+                need({"overrides", "data_id"} <= row.keys(), f"{file} has a row without data_id")
     return rows
 
 
@@ -621,22 +631,31 @@ def main(path, argv, dataset=""):
     opt = Options(**{"dataset": dataset, **overrides})
     need(opt.scale[:3] in ("cpu", "gpu"), f"--scale={opt.scale}: must be cpu or gpu, or what the "
          "experiment has beside them")
-    exp = load_experiment(path, opt.scale)
+    need(opt.jobs >= 1, f"jobs={opt.jobs}: must be at least 1")
+    need(opt.seeds == -1 or opt.seeds >= 1, f"seeds={opt.seeds}: must be at least 1")
+    with reading(path):
+        exp = load_experiment(path, opt.scale)
     results = results_file(exp.name, opt.scale)
     runs = []
     code = 0
 
     def report(data_id=""):
-        rows = collect(exp, opt, runs, results, data_id)
-        results.with_suffix(".md").write_text(table(exp, opt, rows), encoding="utf-8")
+        with reading(results):
+            rows = collect(exp, opt, runs, results, data_id)
+            text = table(exp, opt, rows)
+        results.with_suffix(".md").write_text(text, encoding="utf-8")
         return rows
 
     if not opt.table_only:
-        dataset = prepared_data(exp, opt)
-        runs = plan(exp, opt, dataset)
+        with reading(path):
+            dataset = prepared_data(exp, opt)
+            runs = plan(exp, opt, dataset)
+        there = [place for place in (ROOT, ROOT / "data") if (place / dataset).is_dir()]
+        need(there, f"dataset={dataset}: there is no such data folder")
         for run in runs:
             check_begun(run)
         known = recorded(runs, report(data_id_of(dataset)))     # refuses other data before it runs
+        (ROOT / opt.out).mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGINT, signal.SIGTERM):          # a shell's & ignores SIGINT
             signal.signal(number, signal.default_int_handler)
         try:

@@ -49,7 +49,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare_fineweb
 from prepare_fineweb import EOT, ConfigError, TokenShards, configure, find_dataset, get_tokenizer
-from prepare_fineweb import guard, help_text, load_meta, need, prepare
+from prepare_fineweb import guard, help_text, load_meta, need, prepare, reading
 
 # ---------------------------------------------------------------- settings: --key=value
 out = ""                      # folder to write; empty: data/TASK
@@ -178,6 +178,7 @@ def expressions(n, c, rng):
 
 def arithmetic(c, folder):
     """Records into folder -> settings for prepare()"""
+    need(re.fullmatch("[0-9]+(,[0-9]+)*", c.operands), f"operands={c.operands}: numbers, by commas")
     counts = sorted({int(n) for n in c.operands.split(",")})
     need(counts[0] >= 2 and c.max_value >= 2, f"operands={c.operands}, max_value={c.max_value}: "
          "operands are numbers from 2 on, by commas; max_value is 2 or more")
@@ -298,7 +299,7 @@ def read_prosqa(path):
         raise ConfigError(f"{path} cannot be read: {error}") from None
     for n, sample in enumerate(found):
         for key in ("question", "answer", "steps"):
-            need(key in sample, f"{path}, sample {n} has no {key!r}")
+            need(isinstance(sample, dict) and key in sample, f"{path}, sample {n} has no {key!r}")
     return found
 
 
@@ -591,6 +592,8 @@ def write_task(name, c):
     """Records, and from them a data folder whose meta.json says what task it is, which makes
     train.py measure the accuracy."""
     folder = Path(c.out or f"data/{name}")
+    for key in ("samples", "val_samples"):
+        need(getattr(c, key) >= 1, f"{key}={getattr(c, key)}: must be at least 1")
     need(c.overwrite or not folder.exists(),
          f"{folder} is there already: --overwrite=True writes it anew, --out= elsewhere")
     records = folder.with_name(folder.name + "_records")
@@ -642,9 +645,11 @@ def result(text):
 def accuracy(model, data, tok, batch_size=256):
     """The samples of a task, TokenShards, answered greedily -> {"accuracy": share that is right,
     "accuracy_6": of those with 6 operands, ...}; of facts recall(), of domains retention()."""
-    if data.meta["task"]["name"] == "facts":
+    name = data.meta["task"].get("name")
+    need(name in TASKS, f"task={name} of meta.json: choose {', '.join(TASKS)}")
+    if name == "facts":
         return recall(model, data.paths[0].parent)
-    if data.meta["task"]["name"] == "domains":
+    if name == "domains":
         return retention(model, data)
     prompts = []
     answers = []
@@ -684,9 +689,11 @@ def plot_curves(path):
     """An experiment's accuracy at each evaluation, a variant's mean over its seeds."""
     from matplotlib.figure import Figure
     curves = defaultdict(lambda: defaultdict(list))             # variant -> step -> accuracies
-    for row in read_jsonl(path):
-        for at in row["curve"]:
-            curves[row["variant"]][at["step"]].append(at["accuracy"])
+    need(path, "no --results= to draw")
+    with reading(path):
+        for row in read_jsonl(path):
+            for at in row["curve"]:
+                curves[row["variant"]][at["step"]].append(at["accuracy"])
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()
     for name, steps in curves.items():

@@ -141,23 +141,6 @@ def test_a_removed_node_adds_nothing_for_its_subtree_and_all_else_is_bitwise_as_
     assert block not in (run / "ckpt.pt").read_bytes(), "nothing is left of it in the file"
 
 
-@pytest.mark.parametrize("nodes, fields, message", [
-    ("", {}, "no --nodes="),
-    ("1:1,3:0", {}, "no node 3:0: the levels are 1 to 2"),
-    ("1:2", {}, "those of level 1 are 0 to 1"),
-    ("best:1", {}, "has no such block"),
-    ("1:0", dict(sparse_memory=False), "moments would move what is removed"),
-])
-def test_what_cannot_be_removed_is_named_and_nothing_is(nodes, fields, message, runs, tmp_path):
-    ckpt = weights(runs / "merged")
-    ckpt["model_config"] |= fields
-    torch.save(ckpt, tmp_path / "ckpt.pt")
-    before = (tmp_path / "ckpt.pt").read_bytes()
-    with pytest.raises(ValueError, match=message):
-        bank.remove(tmp_path, nodes)
-    assert (tmp_path / "ckpt.pt").read_bytes() == before
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
 def test_a_prompt_reads_its_own_blocks_of_a_large_checkpoint(tmp_path, capsys):
     """65 blocks of 0.8 MB; without a tree a prompt fetches the generic one."""
@@ -165,7 +148,8 @@ def test_a_prompt_reads_its_own_blocks_of_a_large_checkpoint(tmp_path, capsys):
     model = model_hiermem.Model(model_hiermem.Config.from_depth(2, **fields))
     model.init_weights()
     ckpt = dict(format="nanomem-1", step=0, config=dict(model="hiermem"), model=model.state_dict(),
-                model_config=vars(model.config),
+                model_config=vars(model.config), log=[], train={}, rng=torch.ones(1),
+                optimizers=[{"state": {}}],
                 data=dict(tokenizer="bytes", eot=256, folder=""))
     torch.save(ckpt, tmp_path / "ckpt.pt")
     found = bank.read(tmp_path, "river boat")
@@ -175,24 +159,6 @@ def test_a_prompt_reads_its_own_blocks_of_a_large_checkpoint(tmp_path, capsys):
     assert found["blocks"] - page < read < found["blocks"] + neighbours
     assert found["prompt"] < found["file"] / 4
     assert f"{found['prompt']:15,} after the prompt's blocks" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("", "one of split, merge, remove, read"),
-    ("divide", "divide: choose split"),
-    ("merge --jobs=nowhere", "no checkpoint nowhere"),
-    ("remove --nodes=1:0", "no checkpoint"),
-    ("read --out_dir=nowhere", "no checkpoint nowhere"),
-    ("read --nodes", "needs a value"),
-    ("split --dataset=flat", "flat has no tree"),
-])
-def test_what_bank_is_asked_wrongly_is_named(flags, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flat = dict(tokenizer="bytes", vocab_size=257, eot=256, data_id="x")
-    (tmp_path / "flat").mkdir()
-    (tmp_path / "flat" / "meta.json").write_text(json.dumps(flat))
-    with pytest.raises(ValueError, match=message):
-        bank.main(flags.split())
 
 
 def test_bank_size_times_a_step(tmp_path, monkeypatch, capsys):

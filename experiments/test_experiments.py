@@ -406,28 +406,6 @@ def test_a_trend_is_taken_at_evaluations_near_the_quarters(steps, expected):
     assert runner.differences("x", rows, "A", "B") == [3], "of the seed that both have"
 
 
-@pytest.mark.parametrize("changes, flags, message", [
-    (dict(metric=None, seeds=None), [], "does not define metric, seeds"),
-    ({}, ["--scale=gpu"], "does not define gpu"),
-    ({}, ["--scale=tpu"], "--scale=tpu: must be cpu or gpu"),
-    ({}, ["--only=standard,Big x9"], "no variant 'Big x9', but standard, Big x1, Big x2"),
-    ({}, ["experiments/other.py"], "one experiment at a time, not also experiments/other.py"),
-    (dict(claims=["standard > Big x3"]), [], "'Big x3' of baseline or claims is no variant (stand"),
-    (dict(claims=["train_loss: standard > Big x1"]), [], "'train_loss' of a claim is no column"),
-    (dict(baseline="dense"), [], "'dense' of baseline or claims is no variant"),
-    (dict(variants={"A": ("score", 1)}), [], "variant 'A' must be (overrides, paper's number"),
-    (dict(variants={"A x1": ({}, 1), "a-x1": ({}, 1)}), [], "'a-x1' has a comma or another one's"),
-    (dict(variants={"A": (dict(init_from="@B"), 1), "B": ({}, 1)}), [], "a variant above it"),
-    (dict(prepare="--source=x"), [], "`prepare` must say --out=data/NAME"),
-    (dict(prepare="no_script.py --out=data/x"), [], "the data could not be prepared"),
-])
-def test_bad_experiments_are_named(changes, flags, message, lab):
-    path = experiment(lab, **{"variants": TOYS, **changes})
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        runner.main(path, flags)
-    assert not calls(lab)
-
-
 def test_cores_are_shared_by_the_runs_at_once(finished, lab, monkeypatch):
     monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: range(7), raising=False)
     for jobs in (3, 9):
@@ -863,37 +841,6 @@ def test_domains_are_two_folders_and_evaluations_give_both_losses(texts, tmp_pat
         assert first[f"retention_{key}"] not in (result[f"retention_{key}"], first[f"val_{key}"])
 
 
-@pytest.mark.parametrize("flags, message", [
-    ([], "give one of arithmetic, prosqa, facts, domains, accuracy, curves, not nothing"),
-    (["arithmetic", "--operands=1"], "operands are numbers from 2 on"),
-    (["arithmetic", "--max_value=1"], "max_value=1"),
-    (["arithmetic", "--operands=2", "--max_value=9"], "only about 92 expressions of 2 operands"),
-    (["arithmetic", "--out=dict.json"], "is there already: --overwrite=True"),
-    (["prosqa", "--val=torn.json"], "torn.json cannot be read: Expecting"),
-    (["prosqa", "--val=torn.json.xz"], "torn.json.xz cannot be read"),
-    (["prosqa", "--val=dict.json"], "dict.json, sample 0 has no 'question'"),
-    (["accuracy", "--out_dir=nowhere"], "nowhere"), (["curves", "--results=no.jsonl"], "no.jsonl"),
-    (["facts", "--per_bucket=20"], "per_bucket=20: must be a multiple of 16"),
-    (["facts", "--vocab_size=270", "--source=TEXTS"], "begin with the same token: take more"),
-    (["facts", "--source=one.txt"], "one.txt has too few texts: "),
-    (["domains", "--source=TEXTS", "--prefix=lake/"], "the new domain has too few"),
-    (["domains", "--source=TEXTS"], "the old domain has too few"),
-    (["domains", "--source=answers.jsonl"], "records with a text"),
-])
-def test_bad_task_settings_and_files_are_named(flags, message, texts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("dict.json").write_text('{"x": 1}')
-    Path("torn.json").write_text('[{"question": "x"')
-    Path("torn.json.xz").write_text("no xz")
-    Path("one.txt").write_text("one text")
-    write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "?", "answer": "!"}])
-    settings = ["--samples=300", "--val_samples=3", "--tokenizer=bytes", "--text_chars=3000",
-                "--out=new"]
-    with pytest.raises((ValueError, OSError)) as error:
-        tasks.main([*settings, *(flag.replace("TEXTS", str(texts)) for flag in flags)])
-    assert message in str(error.value)
-
-
 # ---------------------------------------------------------------- facts
 
 def witness(folder, least, forms):
@@ -1280,20 +1227,3 @@ def test_a_memory_that_returns_a_loss_too_is_left_out(text_folder):
         table.data.zero_()
     without = analysis.mean_loss(model, text_folder, c) - found["loss"]
     assert found["all memories"] == pytest.approx(without, abs=1e-6) != 0
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["entropy"], "give one of entropy, separability, "),
-    (["router", "--runs=RUN"], "for models with routers"),
-    (["words", "--runs=RUN", "--words=window"], "words.json has bank, "),
-    (["separability", "--runs=RUN", "--occurrences=1000000"], "has too few of is, are"),
-    (["separability", "--runs=RUN", "--dataset=BYTES"], "was trained with another tokenizer"),
-    (["blimp", "--runs=RUN", "--blimp=nowhere"], "has no determiner_noun_agreement_with_adj_irr"),
-    (["entropy", "--runs=nowhere"], "nowhere"),
-])
-def test_bad_analyses_are_named(flags, message, analysed, text_folder):
-    names = {"RUN": str(analysed / "run"), "BYTES": str(text_folder)}
-    for name, path in names.items():
-        flags = [flag.replace(name, path) for flag in flags]
-    with pytest.raises((ValueError, OSError), match=re.escape(message)):
-        analysis.main(flags)

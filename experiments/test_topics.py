@@ -107,19 +107,6 @@ def test_normalised_mutual_information():
     assert topics.entropy(halves) == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("leaf, message", [(4, "leaves 0 to 4 of a tree of 4"), (-1, "leaves -1")])
-def test_leaves_out_of_range_are_refused(leaf, message, clustered, tmp_path):
-    folder = shutil.copytree(clustered, tmp_path / "data")
-    leaves = read(folder, "val")[2]
-    leaves[leaves == 3] = leaf
-    leaves.tofile(folder / "val_000000.leaf")
-    with pytest.raises(ConfigError, match=message):
-        TokenShards(folder, "val", 32)
-    leaves[1:].tofile(folder / "val_000000.leaf")
-    with pytest.raises(ConfigError, match="is not whole: .* leaves for .* sequences"):
-        TokenShards(folder, "val", 32)
-
-
 def test_cut_and_pack_by_hand():
     """Two documents, 12345 and 67, in windows of two tokens: 12 34 5. 67."""
     tokens = np.array([0, 1, 2, 3, 4, 5, 0, 6, 7], np.uint16)     # eot is 0
@@ -241,15 +228,3 @@ def test_every_node_splits_its_own_points():
         assert (centroid - upper[child // 2]).norm() < 1
     with pytest.raises(ValueError, match="at level 1 a node has 159 windows .* needs 160"):
         Retriever.fit(x[:159], "40", HashEmbedder({}))
-
-
-@pytest.mark.parametrize("spoil", ["missing", "cut", "embedder"])
-def test_a_retriever_file_that_is_not_whole_is_refused(spoil, clustered, tmp_path):
-    whole = clustered / "retriever.npz"
-    path = tmp_path / "retriever.npz"
-    if spoil == "cut":
-        path.write_bytes(whole.read_bytes()[:-100])
-    elif spoil == "embedder":
-        np.savez(path, **dict(np.load(whole)) | {"embedder": "no such"})
-    with pytest.raises(ValueError, match="retriever.npz is missing, or not a whole retriever file"):
-        Retriever.load(path)

@@ -231,7 +231,7 @@ class Retriever:
             clusters = str(arrays["clusters"])
             levels = range(1, clusters.count(",") + 2)
             centroids = [torch.from_numpy(arrays[f"centroids_{level}"]) for level in levels]
-        except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is missing, or not a whole retriever file ({error}): "
                              "prepare_fineweb.py --clusters= writes it") from None
         state = {}

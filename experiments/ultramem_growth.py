@@ -14,6 +14,7 @@ Writes results/ultramem_growth-DEVICE.json.
 """
 import copy
 import json
+import re
 import statistics
 import sys
 import time
@@ -165,6 +166,7 @@ def main(argv):
     globals().update(overrides)
     need(not others, f"no file is wanted, not {others}")
     need(device in ("cpu", "cuda"), f"device={device}: choose cpu or cuda")
+    need(re.fullmatch("[0-9]+(,[0-9]+)*", sizes), f"sizes={sizes}: whole numbers, by commas")
     ns = [int(n) for n in sizes.split(",")]
     need(ns == sorted(set(ns)) and len(ns) > 1, "sizes must be two or more whole numbers that grow")
     tune_cpu()
