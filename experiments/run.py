@@ -204,7 +204,7 @@ def find_start(exp, opt, init_from, seed):
 
 def plan(exp, opt, dataset):
     """All runs, seed by seed."""
-    only = [name.strip() for name in opt.only.split(",") if name.strip()]
+    only = [name.strip() for name in opt.only.split(",")] if opt.only else []
     for name in only:
         need(name in exp.variants, f"--only={opt.only}: there is no variant {name!r}, "
              f"but {', '.join(exp.variants)}")
