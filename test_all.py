@@ -31,6 +31,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pytest import approx
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent
@@ -48,6 +50,7 @@ from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, 
 from prepare_fineweb import load_token_bytes, prepare
 
 torch.set_num_threads(1)                                       # sizes here are tiny
+parametrize = pytest.mark.parametrize
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="python test_all.py --slow")
 
 # ================================================================ prepare_fineweb.py
@@ -119,7 +122,7 @@ def documents_of(folder, split):
     return [tok.decode(part) for part in np.split(ids, np.flatnonzero(ids == tok.eot)[1:])]
 
 
-@pytest.mark.parametrize("argument, value", rows("""
+@parametrize("argument, value", rows("""
 --max_iters=1e4                 10000
 --max_iters=300_000             300000
 --max_iters=-3                  -3
@@ -177,7 +180,7 @@ def gpt2_stand_in():
                              special_tokens={"<|endoftext|>": 50256})
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name, size", [("bytes", 257), ("bpe", 300), ("gpt2", 50257), ("mine", 257)])
 def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(pf, "_load_gpt2", gpt2_stand_in)
@@ -201,7 +204,7 @@ def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, 
     assert sorted(found) == sorted(small_texts())
 
 
-@pytest.mark.parametrize("extra, magic, kind", [
+@parametrize("extra, magic, kind", [
     (0, [20240520, 1], np.uint16), (70_000, [20240801, 7], np.uint32)])
 def test_shards_are_those_of_llm_c(extra, magic, kind, corpus, tmp_path):
     """Of a wide vocabulary their tokens are uint32."""
@@ -670,7 +673,7 @@ pf.main({settings})
 """, ROOT)
 
 
-@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGINT"])
+@parametrize("signal_name", ["SIGKILL", "SIGINT"])
 def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(signal_name, corpus, tmp_path):
     out, partial = tmp_path / "data", tmp_path / "data.partial"
     process = start_preparing(corpus, out, seconds=0.3)
@@ -1601,8 +1604,8 @@ def case(name, switches):
 
 
 CASES = [case(name, switches) for name, rows in VARIANTS.items() for switches in rows]
-every_case = pytest.mark.parametrize("name, switches", CASES)
-every_model = pytest.mark.parametrize("name", VARIANTS)
+every_case = parametrize("name, switches", CASES)
+every_model = parametrize("name", VARIANTS)
 
 
 def make(name="move", dtype=torch.float32, randomize=True, seed=0, **switches):
@@ -1660,8 +1663,8 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
     losses = train_steps(model, idx, 20)
     # Half the variance of the logits, where their matrix does not start small.
     above = {"hiermem": 0.45, "ultramem": 0.19}.get(name, 0)
-    assert blind == pytest.approx(math.log(61) + above, abs=0.08 if name in OURS else 0.5)
-    assert losses[0] == pytest.approx(blind, abs=0.4), "whatever the targets"
+    assert blind == approx(math.log(61) + above, abs=0.08 if name in OURS else 0.5)
+    assert losses[0] == approx(blind, abs=0.4), "whatever the targets"
     assert losses[-1] < 0.7 * losses[0]
     still = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
     assert not still, f"never updated: {still}"
@@ -1679,7 +1682,7 @@ def test_cache_equals_full_forward(name, switches):
         for start, end in zip([0, *ends], ends):
             logits = model(idx[:, start:end], cache=cache)[0]
             assert cache.pos == end
-            torch.testing.assert_close(logits, full[:, end - 1:end], atol=2e-5, rtol=1e-4)
+            assert_close(logits, full[:, end - 1:end], atol=2e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="cache holds 12 tokens"):
         model(idx[:, :1], cache=cache)
 
@@ -1691,7 +1694,7 @@ def test_later_tokens_do_not_change_earlier_logits(name, switches):
     other[:, 7:] = some_tokens(2, 5, seed=1)
     with torch.no_grad():
         a, b = model(idx)[0], model(other)[0]
-    torch.testing.assert_close(a[:, :7], b[:, :7], atol=1e-5, rtol=1e-5)
+    assert_close(a[:, :7], b[:, :7], atol=1e-5, rtol=1e-5)
     assert (a[:, 7:] - b[:, 7:]).abs().max() > 1e-3
 
 
@@ -1703,13 +1706,13 @@ def test_loss_is_the_mean_over_targets(name, switches):
     loss = model(x, y)[1].double()
     logits = model(x)[0].double()
     want = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
-    torch.testing.assert_close(loss, want, atol=1e-6, rtol=1e-6)
+    assert_close(loss, want, atol=1e-6, rtol=1e-6)
     assert model(x, torch.full_like(y, -1))[1].item() == 0     # no target is no division by zero
     groups = model.param_groups("adamw", 1.0, 0.0)
     dense = [p for group in groups if group["kind"] == "adamw" for p in group["params"]]
     grads = torch.autograd.grad(loss, dense)
     for ours, plain in zip(grads, torch.autograd.grad(want, dense)):
-        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+        assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
 LLAMA = ("lime", "ultramem", "midus", "hiermem")
@@ -1722,7 +1725,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("piece", SHARED)
+@parametrize("piece", SHARED)
 def test_pieces_that_files_repeat_are_the_same(piece):
     """A failure under CI and a warning elsewhere, so that a person who edits one file is not
     punished."""
@@ -1750,7 +1753,7 @@ def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", OURS)
+@parametrize("name", OURS)
 def test_a_copy_with_a_line_more_passes_as_well(name, tmp_path, monkeypatch):
     copy = f"my_{name}"
     text = (ROOT / f"model_{name}.py").read_text()
@@ -1778,7 +1781,7 @@ def plain_linear_cross_entropy(x, weight, targets, softcap=0.0):
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("name, switches", [
+@parametrize("name, switches", [
     *CASES, case("midus", dict(phase="cpt")),                  # what is frozen costs less
     case("midus", dict(phase="cpt", placement="top-heavy"))])
 def test_flops_per_token_against_torch(name, switches, monkeypatch):
@@ -1792,7 +1795,7 @@ def test_flops_per_token_against_torch(name, switches, monkeypatch):
     idx = some_tokens(2, T + 1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(idx[:, :-1], idx[:, 1:])[1].backward()
-    assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / (2 * T), rel=0.02)
+    assert model.flops_per_token() == approx(counter.get_total_flops() / (2 * T), rel=0.02)
 
 
 @every_model
@@ -1868,7 +1871,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.parametrize("name, switches, stds", STARTS)
+@parametrize("name, switches, stds", STARTS)
 def test_initial_values_are_the_papers(name, switches, stds):
     model = make(name, randomize=False, **{"n_embd": 128, "vocab_size": 512, **switches})
     for n, p in model.named_parameters():
@@ -1878,7 +1881,7 @@ def test_initial_values_are_the_papers(name, switches, stds):
         if p.ndim == 1 or want == 0:
             assert torch.allclose(p, torch.full_like(p, want)), n
         else:
-            assert p.std().item() == pytest.approx(want, rel=0.06), n
+            assert p.std().item() == approx(want, rel=0.06), n
             assert p.mean().abs() < 0.1 * want, n
 
 
@@ -1909,7 +1912,7 @@ def paper_move(preset, memory, scale):
         return model_move.Model(config)
 
 
-@pytest.mark.parametrize("preset, memory, scale, total", MOVE_COUNTS)
+@parametrize("preset, memory, scale, total", MOVE_COUNTS)
 def test_move_parameter_counts(preset, memory, scale, total):
     model = paper_move(preset, memory, scale)
     c = model.config
@@ -1929,7 +1932,7 @@ def groups_by_name(model, optimizer, lr, decay):
             yield names[id(p)], group
 
 
-@pytest.mark.parametrize("memory_lr", [1.0, 0.25])
+@parametrize("memory_lr", [1.0, 0.25])
 def test_move_learning_rates_are_nanochats(memory_lr):
     model = make(memory_lr=memory_lr)
     wide = (768 / 32) ** 0.5
@@ -1946,11 +1949,11 @@ def test_move_learning_rates_are_nanochats(memory_lr):
         else:                                                  # weight decay times (12 / layers)^2
             expected = dict(kind="muon", lr=0.02, weight_decay=0.2 * 4 ** 2)
         for key, value in expected.items():
-            assert group[key] == pytest.approx(value), (name, key)
+            assert group[key] == approx(value), (name, key)
     ratios = {"embed.weight": 10, "bank.table": 10 * memory_lr, "x0_lambda": 10}
     for name, group in groups_by_name(model, "adamw", 2e-3, 0.1):
         decay = 0.1 if name.startswith("blocks.") else 0.0
-        assert group["lr"] == pytest.approx(2e-3 * ratios.get(name, 1)), name
+        assert group["lr"] == approx(2e-3 * ratios.get(name, 1)), name
         assert group["weight_decay"] == decay, name
 
 
@@ -2018,16 +2021,16 @@ def slow_move(model, tokens):
 
 
 def assert_equal_with_gradients(model, logits, want, idx):
-    torch.testing.assert_close(logits.double(), want, atol=2e-5, rtol=1e-5)
+    assert_close(logits.double(), want, atol=2e-5, rtol=1e-5)
     parameters = list(model.parameters())
     ours = torch.autograd.grad(F.cross_entropy(logits, idx), parameters)
     slow = torch.autograd.grad(F.cross_entropy(want, idx), parameters)
     for a, b in zip(ours, slow):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+        assert_close(a, b, atol=1e-6, rtol=1e-4)
         assert a.abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("switches", [
+@parametrize("switches", [
     dict(), dict(n_head=4, n_kv_head=2), dict(gate_v=0, memory_scale=2)])
 def test_move_equals_its_equations_written_as_loops(switches):
     """The gradients, too: the bank's is a sum over all layers."""
@@ -2051,7 +2054,7 @@ def test_latent_attention_reads_keys_and_values_from_the_mixed_latent():
     c_s = attn.memory(x, c, reading).view(1, 5, 2)             # eq. 7
     v = attn.W_UV(c_s).view(1, 5, 2, 16)
     y = model_move.attend(heads(attn.W_Q(x)), heads(attn.W_UK(c_s)), v)
-    torch.testing.assert_close(attn(x, rotary, reading), attn.W_O(y))
+    assert_close(attn(x, rotary, reading), attn.W_O(y))
 
 
 def test_move_gates_start_at_one():
@@ -2078,7 +2081,7 @@ def test_move_reads_the_bank_once_a_forward(monkeypatch):
     assert torch.equal(used, idx.unique())
 
 
-@pytest.mark.parametrize("memory", ["move", "lave"])
+@parametrize("memory", ["move", "lave"])
 def test_move_sparse_and_dense_training_agree_on_step_one(memory):
     dense = make(memory=memory)
     sparse = make(memory=memory, sparse_memory=True)
@@ -2088,11 +2091,11 @@ def test_move_sparse_and_dense_training_agree_on_step_one(memory):
         sparse(idx, idx)[1].backward()
     for p, q in zip(dense.tables(), sparse.tables()):
         assert q.grad.sparse_dim() == 1
-        torch.testing.assert_close(q.grad.to_dense(), p.grad, atol=1e-6, rtol=1e-5)
+        assert_close(q.grad.to_dense(), p.grad, atol=1e-6, rtol=1e-5)
     for optimizer, model in ((torch.optim.Adam, dense), (kernels.LazyAdam, sparse)):
         optimizer(model.tables(), lr=0.1, eps=1e-20).step()
     for p, q in zip(dense.tables(), sparse.tables()):
-        torch.testing.assert_close(q, p, atol=1e-6, rtol=1e-5)
+        assert_close(q, p, atol=1e-6, rtol=1e-5)
 
 
 def test_lave_is_equation_6_with_tables_of_the_layers_own():
@@ -2105,13 +2108,13 @@ def test_lave_is_equation_6_with_tables_of_the_layers_own():
     rows = lave.bank.table[idx[0], 0].view(5, 2, 16)
     gate = 2 * torch.sigmoid(lave.W_G(x[0]))                   # (5, 2), one a head
     want = v[0] + gate[..., None] * rows
-    torch.testing.assert_close(lave(x, v, model.read(idx))[0], want)
+    assert_close(lave(x, v, model.read(idx))[0], want)
 
 
-@pytest.mark.parametrize("attention, numbers", [
+@parametrize("attention, numbers", [
     ("mha", {"k": 2 * 16, "v": 2 * 16}),
     ("mla", {"c": 2 * 1})])                                    # d_c = H_kv * max(1, 16 // 32)
-@pytest.mark.parametrize("memory", ["move", "none"])
+@parametrize("memory", ["move", "none"])
 def test_move_caches_have_the_size_of_plain_attention(attention, memory, numbers):
     model = make(attention=attention, memory=memory)
     cache = model.new_cache(1, 10)
@@ -2122,7 +2125,7 @@ def test_move_caches_have_the_size_of_plain_attention(attention, memory, numbers
     assert len(cache.store) == 3 * len(numbers)
 
 
-@pytest.mark.parametrize("preset, scale, percent", [
+@parametrize("preset, scale, percent", [
     ("d12", 1, 0.32), ("d12", 2, 0.59), ("d12", 4, 1.13), ("d12", 8, 2.21), ("d32", 2, 1.84)])
 def test_move_overhead_is_the_papers_equation_10(preset, scale, percent):
     """FLOPs that MoVE adds to the blocks: H(M+1) / (12d + 2T). The paper prints 1.8% for D32."""
@@ -2168,7 +2171,7 @@ LIME_COUNTS = {                # Table 13, to the unit: LLaMA, LIMe, DenseFormer
 }
 LIME_ROUTERS = ["static", "average", "last-2", "first-1", "first-1-prev", "dilated-2",
                 "no-head-mix", "per-dim", "dynamic"]
-every_router = pytest.mark.parametrize("router", LIME_ROUTERS)
+every_router = parametrize("router", LIME_ROUTERS)
 
 
 def paper_lime(preset, **switches):
@@ -2176,7 +2179,7 @@ def paper_lime(preset, **switches):
         return model_lime.Model(model_lime.Config(**model_lime.PRESETS[preset], **switches))
 
 
-@pytest.mark.parametrize("preset", LIME_COUNTS)
+@parametrize("preset", LIME_COUNTS)
 def test_lime_parameter_counts(preset):
     columns = [dict(router="none"), dict(), dict(baseline="denseformer"), dict(baseline="hyper")]
     for total, column in zip(LIME_COUNTS[preset], columns):
@@ -2192,12 +2195,12 @@ def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active
     assert untied["active"] == tied["total"] + 32
 
 
-@pytest.mark.parametrize("preset, gmacs", [("1b_gqa", 2.265), ("1b_mha", 36.24)])
+@parametrize("preset, gmacs", [("1b_gqa", 2.265), ("1b_mha", 36.24)])
 def test_lime_routing_costs_what_table_13_says(preset, gmacs):
     lime = paper_lime(preset).flops_per_token()
     llama = paper_lime(preset, router="none").flops_per_token()
     added = (lime - llama) / 6 * 2048                          # of 2,048 tokens
-    assert added / 1e9 == pytest.approx(gmacs, rel=5e-4)
+    assert added / 1e9 == approx(gmacs, rel=5e-4)
 
 
 def slow_mixture(model, l, h, x):
@@ -2263,7 +2266,7 @@ def slow_lime(model, tokens):
     return norm(x, model.norm.weight) @ model.embed.weight.T
 
 
-@pytest.mark.parametrize("switches", [
+@parametrize("switches", [
     *[dict(router=router) for router in LIME_ROUTERS],
     dict(n_head=4, n_kv_head=2, n_embd=16),
     dict(router="none", norm_eps=0.5, rope_base=50.0),
@@ -2275,10 +2278,10 @@ def test_lime_equals_its_equations_written_as_loops(switches):
     want = slow_lime(model, idx[0])
     assert_equal_with_gradients(model, model(idx)[0][0], want, idx[0])
     with torch.no_grad():                                      # mixes without checkpoints
-        torch.testing.assert_close(model(idx)[0][0].double(), want, atol=2e-5, rtol=1e-5)
+        assert_close(model(idx)[0][0].double(), want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("router, layers", [                   # of layers 2 to 6, counted from 1
+@parametrize("router, layers", [                   # of layers 2 to 6, counted from 1
     ("static", "12 123 1234 12345 123456"),
     ("last-6", "12 123 1234 12345 123456"),
     ("last-2", "12 23 34 45 56"),
@@ -2305,10 +2308,10 @@ def test_lime_with_the_identity_as_router_is_llama():
         R = block.attn.router.R.data
         R.zero_()
         R[:, -2:] = torch.eye(2)
-    torch.testing.assert_close(lime(idx)[0], llama(idx)[0])
+    assert_close(lime(idx)[0], llama(idx)[0])
 
 
-@pytest.mark.parametrize("router, shape", [
+@parametrize("router, shape", [
     ("static", (8, 64)),
     ("last-4", (8, 32)),
     ("per-dim", (4, 8, 64)),
@@ -2325,7 +2328,7 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
     noise = mixer.R[..., :-n_own]
     bound = math.sqrt(3 / shape[-1])                           # Appendix H
     assert 0.9 * bound < noise.abs().max() <= bound
-    assert noise.var().item() == pytest.approx(1 / shape[-1], rel=0.35)
+    assert noise.var().item() == approx(1 / shape[-1], rel=0.35)
     if router == "dynamic":
         assert (mixer.W == 0).all()
 
@@ -2333,7 +2336,7 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
 def test_lime_routers_can_start_as_nothing_but_noise():
     R = make("lime", router_init="random", randomize=False, n_head=8, n_layer=8)
     R = R.blocks[7].attn.router.R
-    assert R[:, -8:].std().item() == pytest.approx(1 / 8, rel=0.2)
+    assert R[:, -8:].std().item() == approx(1 / 8, rel=0.2)
 
 
 @every_router
@@ -2348,7 +2351,7 @@ def test_rope_before_or_after_mixing_is_the_same_for_scalar_weights(router):
     if router == "per-dim":
         assert (after - before).abs().max() > 0.1
     else:
-        torch.testing.assert_close(before, after)
+        assert_close(before, after)
 
 
 def saved_bytes(model, idx):
@@ -2375,7 +2378,7 @@ def bytes_that_routing_keeps(router, L):
     return lime - saved_bytes(make("lime", router="none", **fields), idx)
 
 
-@pytest.mark.parametrize("router", [r for r in LIME_ROUTERS if r != "dynamic"])
+@parametrize("router", [r for r in LIME_ROUTERS if r != "dynamic"])
 def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
     buffer = 2 * 16 * 128 * 16 * 4                             # 2 L B T H_kv d_h numbers
     kept = bytes_that_routing_keeps(router, 16)
@@ -2384,7 +2387,7 @@ def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
         twice = bytes_that_routing_keeps(router, 32)
         four_times = bytes_that_routing_keeps(router, 64)
         assert four_times <= 1.1 * 4 * buffer
-        assert four_times - twice == pytest.approx(2 * (twice - kept), rel=0.05)
+        assert four_times - twice == approx(2 * (twice - kept), rel=0.05)
 
 
 @slow
@@ -2398,10 +2401,10 @@ def test_lime_compiles_without_graph_breaks_and_keeps_its_memory_bound():
     buffer = 2 * 6 * 256 * 32 * 4
     assert kept - plain <= 1.1 * buffer
     for p, grad in zip(lime.parameters(), want):
-        torch.testing.assert_close(p.grad, grad, atol=1e-4, rtol=1e-3)
+        assert_close(p.grad, grad, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("switches", [
+@parametrize("switches", [
     dict(), dict(router="per-dim"), dict(router="none"), dict(n_head=4, n_kv_head=2)], ids=str)
 def test_lime_caches_routed_keys_and_values_in_the_size_of_a_plain_cache(switches):
     model = make("lime", **switches)
@@ -2412,8 +2415,8 @@ def test_lime_caches_routed_keys_and_values_in_the_size_of_a_plain_cache(switche
         assert t.shape == (1, 10, model.config.n_kv_head, model.config.head_dim)
 
 
-@pytest.mark.parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
-@pytest.mark.parametrize("switches", [
+@parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
+@parametrize("switches", [
     dict(router="dynamic", tied=False), dict(baseline="hyper"), dict(baseline="denseformer")])
 def test_lime_routers_learn_and_decay_as_they_are_told_to(switches, lr, decay):
     model = make("lime", router_lr=lr, router_decay=decay, **switches)
@@ -2424,7 +2427,7 @@ def test_lime_routers_learn_and_decay_as_they_are_told_to(switches, lr, decay):
             want = (1e-3 * lr, decay)
         elif name.endswith("router.W"):
             want = (1e-4 * lr, 0.0)
-        assert (group["lr"], group["weight_decay"]) == pytest.approx(want), name
+        assert (group["lr"], group["weight_decay"]) == approx(want), name
     for name, module in model.named_modules():
         if ".router" in name:
             assert not isinstance(module, torch.nn.Linear), "--optimizer=muon takes those"
@@ -2439,7 +2442,7 @@ def test_lime_inspect_is_the_heat_map_of_figures_5_and_9():
     assert axes == ("layer", "head", "source")
     assert grid[0].tolist() == [[1, 0, 0], [1, 0, 0]]
     mean = 6                                                   # of the heads' 8 and 4
-    torch.testing.assert_close(grid[2], torch.tensor([[0, 4.0, 4], [0, 2, 2]]) / mean)
+    assert_close(grid[2], torch.tensor([[0, 4.0, 4], [0, 2, 2]]) / mean)
 
 
 def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
@@ -2450,7 +2453,7 @@ def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
     for block in plain.blocks:
         block.attn_norm = torch.nn.LayerNorm(32, 1e-12, elementwise_affine=False)
         block.mlp_norm = block.attn_norm
-    torch.testing.assert_close(hyper(idx)[0], plain(idx)[0])
+    assert_close(hyper(idx)[0], plain(idx)[0])
     layers = [m for m in hyper.modules() if isinstance(m, model_lime.HyperConnection)]
     assert len(layers) == 6
     for number, layer in enumerate(layers):
@@ -2459,7 +2462,7 @@ def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
         alpha[:, 1:] = torch.eye(4)
         assert torch.equal(layer.static_alpha.float(), alpha)
         assert layer.static_beta.tolist() == [1, 1, 1, 1]
-        assert layer.alpha_scale.item() == layer.beta_scale.item() == pytest.approx(0.01)
+        assert layer.alpha_scale.item() == layer.beta_scale.item() == approx(0.01)
 
 
 def test_a_hyper_connection_written_as_loops():
@@ -2479,14 +2482,14 @@ def test_a_hyper_connection_written_as_loops():
         for j in range(4):
             stream = sum(alpha[i][j + 1] * h[0, t, i] for i in range(4))
             want = stream + beta[j] * x.flip(-1)
-            torch.testing.assert_close(out[0, t, j], want, atol=1e-4, rtol=1e-4)
+            assert_close(out[0, t, j], want, atol=1e-4, rtol=1e-4)
 
 
 def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
     idx = some_tokens()
     start = make("lime", baseline="denseformer", randomize=False)
     plain = make("lime", router="none", randomize=False)
-    torch.testing.assert_close(start(idx)[0], plain(idx)[0])
+    assert_close(start(idx)[0], plain(idx)[0])
     model = make("lime", baseline="denseformer")
     theta = model_lime.rotary_frequencies(model.config, "cpu")
     rotary = model_lime.rotary_tables(theta, 0, 12)
@@ -2496,7 +2499,7 @@ def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
         X.append(model_lime.Block.forward(block, Y, rotary, [], None))
         Y = sum(block.alpha[j] * X[j] for j in range(number + 2))
         assert len(block.alpha) == number + 2
-    torch.testing.assert_close(model(idx)[0], model.logits(model.norm(Y)))
+    assert_close(model(idx)[0], model.logits(model.norm(Y)))
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -2572,7 +2575,7 @@ def slow_ultramem(memory, x, tables, which):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("layer, which, switches", [
+@parametrize("layer, which, switches", [
     (1, [0], dict()),
     (1, [0], dict(heads=2, rank_queries=0, pre_value_dim=0)),
     (1, [0], dict(virtual=4)),
@@ -2593,13 +2596,13 @@ def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(
     x = torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
     y = memory(x[None], model.tables)[0][0]
     want = slow_ultramem(memory, x, tables, which)
-    torch.testing.assert_close(y, want)
+    assert_close(y, want)
     one_token = memory(x[None, :1], model.tables)[0][0]        # as in decoding
-    torch.testing.assert_close(one_token, want[:1])
+    assert_close(one_token, want[:1])
     parameters = [x, *memory.parameters(), *tables.parameters()]
     grads = torch.autograd.grad(y.square().sum(), parameters)
     wanted = torch.autograd.grad(want.square().sum(), parameters)
-    torch.testing.assert_close(grads, wanted)
+    assert_close(grads, wanted)
     assert all(grad.abs().max() > 0 for grad in grads)
 
 
@@ -2612,7 +2615,7 @@ def rival(memory, **fields):
     return model, module, x, y[0], aux
 
 
-@pytest.mark.parametrize("memory", ["pkm", "memory+", "peer"])
+@parametrize("memory", ["pkm", "memory+", "peer"])
 def test_ultramem_predecessors_equal_their_equations_over_all_slots(memory):
     model, module, x, y, _ = rival(memory, top_k=3)
     r, c = module.retrieve, model.config
@@ -2633,12 +2636,12 @@ def test_ultramem_predecessors_equal_their_equations_over_all_slots(memory):
             gate = F.silu(module.W_g.weight @ token)
             out = module.W_out.weight @ (out * gate)
         want.append(out)
-    torch.testing.assert_close(y, torch.stack(want))
+    assert_close(y, torch.stack(want))
     assert model.blocks[1].memory is None and model.blocks[2].mlp is not None
     assert len(model.tables) == (1 if memory == "memory+" else 2)
 
 
-@pytest.mark.parametrize("init", ["published", "ffn"])
+@parametrize("init", ["published", "ffn"])
 def test_ultramem_moe_equals_its_equation_and_has_olmoes_losses(init):
     model, module, x, y, aux = rival("moe", top_k=2, init=init)
     logits = x @ module.retrieve.W_g.weight.T
@@ -2653,11 +2656,11 @@ def test_ultramem_moe_equals_its_equation_and_has_olmoes_losses(init):
         hidden = F.silu(gate @ x[t]) * (up @ x[t])
         want[t] += gates[t, i] * hidden @ down                 # eq. 2
     near = dict(atol=1e-5, rtol=1e-5)                          # gates are fp32
-    torch.testing.assert_close(y, want, **near)
+    assert_close(y, want, **near)
     share = torch.bincount(picks.flatten(), minlength=5) / 12
     balance = 5 * (share * p.mean(0)).sum() / 3                # a mean over the layers
     z = logits.logsumexp(-1).square().mean()
-    torch.testing.assert_close(aux.double(), 0.01 * balance + 0.001 * z, **near)
+    assert_close(aux.double(), 0.01 * balance + 0.001 * z, **near)
     assert model.blocks[2].mlp is None and model.blocks[1].mlp is not None
     assert len(model.tables) == 0
 
@@ -2680,12 +2683,12 @@ def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
         left, _, right = torch.linalg.svd(r.core.sum(0))
         want = left[:, :, :1] * right[:, :1]                   # whatever the sign of the pair
         pair = r.u[:, :, None] * r.v[:, None]
-        torch.testing.assert_close(pair, want)
+        assert_close(pair, want)
         assert step == 0 or (r.u * last).sum(1).min() > 0.99
     assert (r.u[:, 0] < -0.7).all()                            # 3.9 rad: the other way round
 
 
-@pytest.mark.parametrize("m, value_dim, pre_value_dim, n_layer", [
+@parametrize("m, value_dim, pre_value_dim, n_layer", [
     (32, 48, 16, 2),
     (8, 32, 32, 6),
     (64, 96, 8, 3),
@@ -2702,9 +2705,9 @@ def test_ultramem_appendix_start_has_the_variance_of_the_ffn(m, value_dim, pre_v
     scores = block.memory.retrieve(x[0])[0]
     y = block.memory(x, model.tables)[0]
     ffn = block.mlp(x)
-    assert scores.mean().item() == pytest.approx(1, abs=0.05)
-    assert y.std().item() == pytest.approx(eq25, rel=0.1)
-    assert ffn.std().item() == pytest.approx(eq25 / 1.8, rel=0.1)
+    assert scores.mean().item() == approx(1, abs=0.05)
+    assert y.std().item() == approx(eq25, rel=0.1)
+    assert ffn.std().item() == approx(eq25 / 1.8, rel=0.1)
 
 
 def ultramem_on_meta(**fields):
@@ -2712,13 +2715,13 @@ def ultramem_on_meta(**fields):
         return model_ultramem.Model(model_ultramem.Config(**fields))
 
 
-@pytest.mark.parametrize("memory, value_rate", [("ultramemv2", None), ("memory+", 1e-3)])
+@parametrize("memory, value_rate", [("ultramemv2", None), ("memory+", 1e-3)])
 def test_ultramem_rates_grow_below_width_768_and_memory_plus_keeps_its_values_constant(
         memory, value_rate):
     for width, more in ((384, 2), (1536, 1)):
         model = ultramem_on_meta(n_layer=5, n_embd=width, memory=memory, value_lr=4)
         rest, values = model.param_groups("adamw", 3e-4, 0.1)
-        rate = pytest.approx(3e-4 * more)
+        rate = approx(3e-4 * more)
         assert rest["lr"] == rate and values["lr"] == (value_rate or rate)
         assert rest["schedule"] and values["schedule"] == (value_rate is None)
         assert "boost" not in rest and values["boost"] == (4, 0.25)
@@ -2735,7 +2738,7 @@ ULTRAMEM_PAPER = {     # Table 10: total (billions), active (millions); ours, wh
 }
 
 
-@pytest.mark.parametrize("preset, paper", ULTRAMEM_PAPER.items())
+@parametrize("preset, paper", ULTRAMEM_PAPER.items())
 def test_ultramem_parameter_counts(preset, paper):
     """The paper counts a tied embedding as active, not in the total; of untied ones neither."""
     model = ultramem_on_meta(**model_ultramem.PRESETS[preset])
@@ -2744,7 +2747,7 @@ def test_ultramem_parameter_counts(preset, paper):
     total, active = counts["total"] - embed, counts["active"]
     if not c.tied:
         total, active = total - embed, active - embed - c.n_embd
-    assert (total / 1e9, active / 1e6) == pytest.approx(paper, rel=0.01)
+    assert (total / 1e9, active / 1e6) == approx(paper, rel=0.01)
     exact = {"227m_1.2b": 995_328_000, "1b_7b": 5_138_546_688, "olmoe_227m_1.2b": 1_132_462_080}
     assert counts["memory"] == exact.get(preset, counts["memory"])
     if preset == "227m_1.2b":
@@ -2752,7 +2755,7 @@ def test_ultramem_parameter_counts(preset, paper):
         assert read == 20 * 32 * (192 + 192)
 
 
-@pytest.mark.parametrize("depth", [4, 12])
+@parametrize("depth", [4, 12])
 def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default(depth):
     counts = {}
     for memory in ("none", *model_ultramem.MEMORIES):
@@ -2765,9 +2768,9 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
         assert dense.n_inner == saved["n_inner"], "the memory goes, and nothing else"
     want = counts["ultramemv2"]
     for memory, count in counts.items():
-        assert count["active"] == pytest.approx(want["active"], rel=0.015), memory
+        assert count["active"] == approx(want["active"], rel=0.015), memory
         if memory != "none":
-            assert count["total"] == pytest.approx(want["total"], rel=0.01), memory
+            assert count["total"] == approx(want["total"], rel=0.01), memory
 
 
 def test_ultramem_layers_share_tables_as_in_table_7():
@@ -2799,7 +2802,7 @@ def test_ultramem_v1_reads_in_one_block_and_adds_after_a_later_one():
     assert added[0].abs().max() > 0.1
     _, before, after, _, before_without, after_without = inputs
     assert torch.equal(before, before_without)
-    torch.testing.assert_close(after - after_without, added[0], atol=1e-5, rtol=1e-5)
+    assert_close(after - after_without, added[0], atol=1e-5, rtol=1e-5)
 
 
 def test_ultramem_layers_of_each_memory_are_the_papers():
@@ -2833,7 +2836,7 @@ def test_ultramem_balance_loss_changes_gradients_and_not_the_loss():
         picks = torch.bincount(s.topk(4).indices.flatten(), minlength=12)      # m_key = 4
         probability = s.softmax(-1).mean(0)                    # eq. 18
         loss = loss + 12 * (picks / 800 * probability).sum()   # eqs. 19, 20
-    torch.testing.assert_close(r(x)[2], 0.5 * loss)
+    assert_close(r(x)[2], 0.5 * loss)
 
 
 def test_ultramem_compiles_in_one_graph():
@@ -2845,10 +2848,10 @@ def test_ultramem_compiles_in_one_graph():
         loss.backward()
         found.append((loss, [p.grad.clone() for p in model.parameters()]))
         model.zero_grad()
-    torch.testing.assert_close(*found)
+    assert_close(*found)
 
 
-@pytest.mark.parametrize("switches", [
+@parametrize("switches", [
     dict(share="ring:2"),
     dict(memory="ultramem", memory_layers="0:1/1:2"),
     dict(memory="memory+"),
@@ -2865,7 +2868,7 @@ def test_ultramem_sparse_gradients_are_the_dense_ones_on_the_touched_rows(switch
             model(part, part)[1].backward()
     for a, b in zip(tables[False], tables[True]):
         assert b.grad.is_coalesced() and 0 < b.grad._nnz() < len(b)
-        torch.testing.assert_close(b.grad.to_dense(), a.grad)
+        assert_close(b.grad.to_dense(), a.grad)
 
 
 def test_ultramem_trains_sparsely_with_decaying_value_rates(text_folder, tmp_path):
@@ -2877,7 +2880,7 @@ def test_ultramem_trains_sparsely_with_decaying_value_rates(text_folder, tmp_pat
                 "--sparse_memory=True", "--value_lr=4", "--value_lr_until=2")
     groups = [optimizer.param_groups[0] for optimizer in run["optimizers"]]
     rates = {group["kind"]: group["lr"] for group in groups}
-    assert rates["sparse"] == pytest.approx(rates["adamw"] * 2.625)
+    assert rates["sparse"] == approx(rates["adamw"] * 2.625)
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     logits = []
     for seed in (1, 2):
@@ -2889,7 +2892,7 @@ def test_ultramem_trains_sparsely_with_decaying_value_rates(text_folder, tmp_pat
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("memory, n_slots", [
+@parametrize("memory, n_slots", [
     ("ultramemv2", 144), ("ultramem", 4 * 144), ("memory+", 144), ("moe", 12)])
 def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     model = make("ultramem", memory=memory, memory_layers="0,2", n_keys=12, top_k=4)
@@ -2903,8 +2906,8 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
         uses[slot] += 1
     p = uses[uses > 0] / uses.sum()
     times = [uses == 0, uses == 1, (uses == 2) | (uses == 3)]
-    torch.testing.assert_close(seen["kl"], (p * (p * n_slots).log()).sum())
-    torch.testing.assert_close(seen["use"][:3], torch.stack(times).float().mean(1))
+    assert_close(seen["kl"], (p * (p * n_slots).log()).sum())
+    assert_close(seen["use"][:3], torch.stack(times).float().mean(1))
     assert seen["dead"] == seen["use"][0] and len(seen["use"]) == 12
 
 
@@ -2982,7 +2985,7 @@ BASE_1B = 1_235_814_400
 BASE_8B = 8_030_261_248
 
 
-@pytest.mark.parametrize("preset, fields, total", [
+@parametrize("preset, fields, total", [
     ("llama3.2_1b", dict(), 1_290_356_736),
     ("llama3.2_1b", dict(upscale="base"), BASE_1B),
     ("llama3.2_1b", dict(upscale="lesa"), BASE_1B + 486_572_032),
@@ -3010,7 +3013,7 @@ def test_midus_slots_and_what_a_token_touches():
     assert counts["memory"] == 16 * 128 * (32 * 64 + 4096 + 32 * 128)      # keys, V, W_h
 
 
-@pytest.mark.parametrize("fields, firsts, apart", [            # of 24 blocks, of 48 blocks
+@parametrize("fields, firsts, apart", [            # of 24 blocks, of 48 blocks
     (dict(), (1, 1), 3),
     (dict(placement="top-heavy"), (8, 16), 2),
     (dict(placement="bottom-heavy"), (0, 0), 2),
@@ -3045,10 +3048,10 @@ def test_midus_hml_equals_its_equations_written_as_loops():
             sigma, slots = scores.topk(3)
             want[0, t, mine] = sigma.softmax(0) @ V[slots] @ hml.W_h[h]
     got = hml(a)
-    torch.testing.assert_close(got, want)
+    assert_close(got, want)
     parameters = list(hml.parameters())
     slow = torch.autograd.grad(want, parameters, a.cos())
-    torch.testing.assert_close(torch.autograd.grad(got, parameters, a.cos()), slow)
+    assert_close(torch.autograd.grad(got, parameters, a.cos()), slow)
 
 
 def ultramem_scores(core, row, col, k):
@@ -3062,7 +3065,7 @@ def ultramem_scores(core, row, col, k):
     return scores
 
 
-@pytest.mark.parametrize("memory", ["linear", "pkm", "ultramem"])
+@parametrize("memory", ["linear", "pkm", "ultramem"])
 def test_other_memories_equal_their_equations_written_as_loops(memory):
     """Heads summed over one table; UltraMem: Tucker scores, four matrices for the rows."""
     model = midus_grown(base=midus_base(torch.float64), memory=memory, n_keys=3, top_k=2)
@@ -3089,10 +3092,10 @@ def test_other_memories_equal_their_equations_written_as_loops(memory):
             if memory == "ultramem":
                 value = value @ mem.W_v[slot // 9]
             want[0, t] += weight * value
-    torch.testing.assert_close(block(x, rotary, None), want)
+    assert_close(block(x, rotary, None), want)
 
 
-@pytest.mark.parametrize("kind", ["batch_norm", "layer_norm", "residual", "out_proj"])
+@parametrize("kind", ["batch_norm", "layer_norm", "residual", "out_proj"])
 def test_midus_table_11_structures_make_these_queries(kind):
     model = midus_grown(queries=kind)
     block, theirs = model.inserted[1], model.blocks[3]         # theirs follows: a copied attention
@@ -3111,10 +3114,10 @@ def test_midus_table_11_structures_make_these_queries(kind):
         residual=x + a,
         out_proj=projected,
     )
-    torch.testing.assert_close(seen["queries"], want[kind], atol=1e-5, rtol=1e-4)
+    assert_close(seen["queries"], want[kind], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [
+@parametrize("fields", [
     dict(), dict(placement="top-heavy", memory="pkm"),
     dict(memory="ultramem"), dict(memory="linear"),
     dict(queries="batch_norm"), dict(queries="out_proj"),
@@ -3171,7 +3174,7 @@ def test_opt_deus_puts_the_lower_neurons_in_the_upper_ones_order():
     upper.mlp_norm.weight.copy_((lower_norm + norm) / 2)
     upper.attn_norm.weight.copy_((upper.attn_norm.weight + 3) / 2)
     model_midus.silence(upper)
-    torch.testing.assert_close(new.state_dict(), upper.state_dict())
+    assert_close(new.state_dict(), upper.state_dict())
 
 
 def test_lesa_learns_to_tell_a_block_from_its_neighbours():
@@ -3195,7 +3198,7 @@ def test_lesa_with_the_mean_of_the_vs_is_the_mean_of_the_weights(monkeypatch):
     for name, p in avg.named_parameters():
         if "norm" in name:
             p = base.blocks[0].get_parameter(name[2:])
-        torch.testing.assert_close(lesa.get_parameter(name), p, atol=1e-5, rtol=1e-5)
+        assert_close(lesa.get_parameter(name), p, atol=1e-5, rtol=1e-5)
 
 
 def test_midus_inserted_heads_say_what_the_next_blocks_heads_say():
@@ -3222,7 +3225,7 @@ def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_ste
         optimizer.step()
 
 
-@pytest.mark.parametrize("fields, lowest", [
+@parametrize("fields, lowest", [
     (dict(), 1), (dict(placement="top-heavy"), 3),
     (dict(method="opt_deus"), 3), (dict(method="avg_deus"), 3),
     (dict(method="lesa"), 3), (dict(method="llama_pro"), 2),
@@ -3252,7 +3255,7 @@ def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
         assert (p.grad is not None) == (lowest == 0 or name.startswith("inserted."))
 
 
-@pytest.mark.parametrize("phase", ["", "cpt", "sft"])
+@parametrize("phase", ["", "cpt", "sft"])
 def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase):
     model = midus_grown(phase=phase, queries="layer_norm")
     seen = set()
@@ -3266,7 +3269,7 @@ def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase
     assert ("embed.weight" in seen) == (phase != "cpt")
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_midus_cached_values_change_nothing(dtype, tolerance):
     """Appendix G.2: V_h = V W_h, made once for decoding; it is never in a checkpoint."""
     model = midus_grown(r=6)
@@ -3279,7 +3282,7 @@ def test_midus_cached_values_change_nothing(dtype, tolerance):
         cache = model.new_cache(2, 12)
         V_h = cache.store[1, "V_h"]
         atol = tolerance * want.abs().max().item()
-        torch.testing.assert_close(hml(a, V_h), want, atol=atol, rtol=0)
+        assert_close(hml(a, V_h), want, atol=atol, rtol=0)
         V_h.zero_()                                            # it is what decoding reads
         block, rotary = model.inserted[0], midus_rotary(model, 12)
         assert torch.equal(block(a, rotary, cache), a)
@@ -3319,21 +3322,21 @@ def test_midus_proposition_2_the_gap_of_a_shared_bank():
     A, said, Pi, Y = midus_retrieval()
     shared = shared_fit(A, Y)
     gap = midus_loss(shared, Y) - midus_loss(Pi @ Y, Y)
-    torch.testing.assert_close(gap, midus_loss(shared, Pi @ Y))            # eq. 17
+    assert_close(gap, midus_loss(shared, Pi @ Y))            # eq. 17
     assert gap > 1
     met = A @ torch.randn(9, 4, dtype=torch.float64) + Y - Pi @ Y          # by one bank
     assert midus_loss(shared_fit(A, met), Pi @ met) < 1e-10
     A, said, Pi, Y = midus_retrieval(same=True)                # heads that retrieve alike
-    torch.testing.assert_close(shared_fit(A, Y), Pi @ Y.mean(0))
+    assert_close(shared_fit(A, Y), Pi @ Y.mean(0))
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0])
+@parametrize("scale", [0.0, 1e-3, 1.0])
 def test_midus_proposition_3_the_excess_of_hive_is_at_most_half_rho_epsilon(scale):
     A, said, Pi, noise = midus_retrieval()
     R = scale * torch.randn(3, 9, 4, dtype=torch.float64)
     Y = said + A @ R + noise - Pi @ noise                      # V W_h + R_h is head h's optimum
     excess = midus_loss(said, Y) - midus_loss(Pi @ Y, Y)
-    torch.testing.assert_close(excess, midus_loss(A @ R, 0), atol=1e-10, rtol=1e-8)
+    assert_close(excess, midus_loss(A @ R, 0), atol=1e-10, rtol=1e-8)
     rho = torch.linalg.matrix_norm(A, 2).max() ** 2
     assert excess <= rho * midus_loss(R, 0) + 1e-10
 
@@ -3342,7 +3345,7 @@ def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_ha
     A, said, Pi, noise = midus_retrieval(same=True)
     Y = said + noise - Pi @ noise
     hive = midus_loss(said, Y)
-    torch.testing.assert_close(hive, midus_loss(Pi @ Y, Y))
+    assert_close(hive, midus_loss(Pi @ Y, Y))
     assert midus_loss(shared_fit(A, Y), Y) > hive + 1
 
 
@@ -3415,11 +3418,11 @@ def test_midus_inspect_shows_each_heads_shares_of_its_slots():
     want = torch.zeros(25)
     for t, place in itertools.product(range(9), range(3)):
         want[slots[t, 2, place]] += alpha[t, 2, place] / 9
-    torch.testing.assert_close(use[1, 2], want)
+    assert_close(use[1, 2], want)
 
 
-@pytest.mark.parametrize("upscale", ["midus", "opt_deus"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@parametrize("upscale", ["midus", "opt_deus"])
+@parametrize("kind", ["llama", "qwen2"])
 def test_midus_grows_a_hugging_face_model_whose_logits_equal_transformers(kind, upscale, tmp_path):
     theirs, path = write_llama(tmp_path / "hf", kind)
     ckpt = sample.load_hugging_face(path, model_midus)
@@ -3428,7 +3431,7 @@ def test_midus_grows_a_hugging_face_model_whose_logits_equal_transformers(kind, 
     ours.load_state_dict(found["model"])
     idx = some_tokens(2, 60)
     with torch.no_grad():
-        torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=2e-5, rtol=1e-5)
+        assert_close(ours(idx)[0], theirs(idx).logits, atol=2e-5, rtol=1e-5)
     assert len(ours.inserted) == 1
 
 
@@ -3459,7 +3462,7 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     for optimizer in run["optimizers"]:
         for group in optimizer.param_groups:                   # after the last of six steps
             left = group["lr"] / group["base_lr"]
-            assert left == (pytest.approx(.0955, abs=1e-3) if group["schedule"] else 1)
+            assert left == (approx(.0955, abs=1e-3) if group["schedule"] else 1)
     assert log_of(cpt, "val_loss")[0] == log_of(midus_run, "val_loss")[4]
     base, grown = saved_model(midus_run), saved_model(cpt)
     for name, tensor in grown.items():
@@ -3496,7 +3499,7 @@ def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path, monkeypa
         train_midus(*flags, f"--out_dir={part}", expect="--init_from=resume")
     train("--model=midus", f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
     assert log_of(part) == log_of(whole) and len(log_of(part)) == 6
-    torch.testing.assert_close(saved_model(part), saved_model(whole), rtol=0, atol=0)
+    assert_close(saved_model(part), saved_model(whole), rtol=0, atol=0)
 
 
 # ================================================================ model_hiermem.py
@@ -3505,7 +3508,7 @@ KINDS = ("ffn", "lora_qk", "lora_vo", "lora_ffn", "kv")
 TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
 
 
-@pytest.mark.parametrize("preset, fields, anchor, fetched, bank", [
+@parametrize("preset, fields, anchor, fetched, bank", [
     ("openlm_160m", {}, 163_510_016, 18_063_360, 4_624_220_160),                         # Table 1
     ("openlm_410m", {}, 411_665_408, 49_545_216, 12_683_575_296),
     ("openlm_1b", {}, 1_439_893_504, 153_354_240, 21_139_292_160),
@@ -3553,7 +3556,7 @@ def test_hiermem_block_sizes_of_every_kind_and_table_9():
         assert config.level_sizes == model_hiermem.Config(**fields).level_sizes
 
 
-@pytest.mark.parametrize("memory", KINDS)
+@parametrize("memory", KINDS)
 def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(memory):
     model = make("hiermem", randomize=False, memory=memory, **TREE)
     idx, leaf = some_tokens(4), torch.tensor([0, 3, -1, 5])
@@ -3566,7 +3569,7 @@ def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(me
     assert (moved > 1e-4).tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("memory, stds", [                    # of the parts, as powers -1/2
+@parametrize("memory, stds", [                    # of the parts, as powers -1/2
     ("ffn", [128, 128, 0]),
     ("kv", [128, 0]),
     ("lora_vo", [384, 0, 384, 0]),
@@ -3581,11 +3584,11 @@ def test_hiermem_blocks_start_with_these_standard_deviations(memory, stds):
         parts = table.detach().view(-1, sum(widths)).split(widths, 1)
         for part, width in zip(parts, stds):
             want = width ** -0.5 if width else 0
-            assert part.std().item() == pytest.approx(want, rel=0.03)
+            assert part.std().item() == approx(want, rel=0.03)
         assert not torch.equal(table[0], table[1]), "a block has numbers of its own"
 
 
-@pytest.mark.parametrize("fields, kind, rate", [
+@parametrize("fields, kind, rate", [
     (dict(), "rows", 1e-3),
     (dict(sparse_memory=False), "adamw", 1e-3),
     (dict(memory_lr=0.25), "rows", 0.25e-3),
@@ -3682,19 +3685,19 @@ def slow_hiermem(model, idx, leaf):
     return norm(model.norm, x) @ model.embed.weight.T
 
 
-@pytest.mark.parametrize("memory", KINDS)
+@parametrize("memory", KINDS)
 def test_hiermem_equals_appendix_i_one_sequence_at_a_time_in_values_and_gradients(memory):
     model = make("hiermem", torch.float64, memory=memory, eot=7, sparse_memory=False, **TREE)
     idx, leaf = some_tokens(5, 9), [3, -1, 3, 2, 0]            # shared leaves and parents
     idx[:, 0] = idx[1, 4] = 7
     ours = model(idx, leaf=torch.tensor(leaf))[0]
     slow = torch.stack([slow_hiermem(model, *pair) for pair in zip(idx, leaf)])
-    torch.testing.assert_close(ours, slow.float(), atol=2e-4, rtol=2e-4)
+    assert_close(ours, slow.float(), atol=2e-4, rtol=2e-4)
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
     params = list(model.parameters())
     grads = torch.autograd.grad((ours * weight).sum(), params)
     for grad, want in zip(grads, torch.autograd.grad((slow * weight).sum(), params)):
-        torch.testing.assert_close(grad, want, atol=1e-3, rtol=1e-3)
+        assert_close(grad, want, atol=1e-3, rtol=1e-3)
 
 
 def test_hiermem_decoding_goes_on_with_what_the_prompt_has_fetched():
@@ -3705,7 +3708,7 @@ def test_hiermem_decoding_goes_on_with_what_the_prompt_has_fetched():
         model(idx[:, :5], cache=cache, leaf=leaf)
         last = model(idx[:, 5:], cache=cache)[0]
         want = model(idx, leaf=leaf)[0][:, -1:]
-    torch.testing.assert_close(last, want, atol=2e-5, rtol=1e-4)
+    assert_close(last, want, atol=2e-5, rtol=1e-4)
 
 
 def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
@@ -3722,7 +3725,7 @@ def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
     nodes = [[0, 2, 3], [1, 4, 6]]                             # on the paths, and generic
     for sparse, away, dense, rows in zip(*grads, nodes):
         assert sparse.is_coalesced() and sparse._indices().tolist() == [rows]
-        torch.testing.assert_close(sparse.to_dense(), dense)
+        assert_close(sparse.to_dense(), dense)
         assert torch.equal(away.to_dense(), sparse.to_dense())
 
 
@@ -3759,7 +3762,7 @@ def test_row_adamw_is_adamw_for_every_row_at_its_own_pace():
             theirs[row].step()
         ours.step()
     want = torch.stack([row.detach() for row in alone])
-    torch.testing.assert_close(table.detach(), want, atol=1e-5, rtol=1e-5)
+    assert_close(table.detach(), want, atol=1e-5, rtol=1e-5)
     assert torch.equal(table[-1], start[-1])
 
 
@@ -3818,7 +3821,7 @@ def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
     assert ckpt["model_config"]["retriever"]
     before = log_of(hier_runs / "anchor", "val_loss")[12]
     losses = log_of(hier_runs / "frozen", "val_loss")
-    assert losses[0] == pytest.approx(before, abs=1e-5), "the identity at step 0"
+    assert losses[0] == approx(before, abs=1e-5), "the identity at step 0"
     assert losses[24] < losses[0] - 0.02
     steps = ckpt["optimizers"][-1]["state"][0]["steps"]
     assert steps.shape == (3,) and 0 < steps[-1] < 24, "generic, in a third of the sequences"
@@ -3837,7 +3840,7 @@ def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resum
     for key, tensor in weights(tmp_path / "cpu")["model"].items():
         assert torch.equal(tensor, whole[key]), key
     train(*flags, "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
-    assert log_of(tmp_path / "large") == pytest.approx(log_of(tmp_path / "whole"), abs=1e-5)
+    assert log_of(tmp_path / "large") == approx(log_of(tmp_path / "whole"), abs=1e-5)
     with monkeypatch.context() as patch:
         interrupt_at(4, patch)                                 # in the fifth step
         train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
@@ -3857,7 +3860,7 @@ def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
         return found == -1
 
     everything = drawn(7, range(4000))
-    assert everything.float().mean() == pytest.approx(1 / 4, abs=0.03), "1/(k_1 + 1)"
+    assert everything.float().mean() == approx(1 / 4, abs=0.03), "1/(k_1 + 1)"
     assert torch.equal(everything[100:200], drawn(7, range(100, 200)))
     assert not torch.equal(everything, drawn(8, range(4000)))
     assert not drawn(7, range(4000), generic=0.0).any()
@@ -3903,7 +3906,7 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
         model_hiermem.find_retriever(model_hiermem.Config(), ["nowhere"], "")
 
 
-@pytest.mark.parametrize("kind, rope", [
+@parametrize("kind, rope", [
     ("qwen2", None), ("llama", dict(rope_theta=5e5, rope_type="llama3", factor=8.0,
                                     low_freq_factor=1.0, high_freq_factor=4.0,
                                     original_max_position_embeddings=8))])
@@ -3916,7 +3919,7 @@ def test_hiermem_hugging_face_anchors(kind, rope, tmp_path):
     grown.init_weights()
     grown.load_state_dict(grown.state_dict() | begun["model"])
     logits = grown(idx, leaf=torch.tensor([1, 5]))[0]
-    torch.testing.assert_close(logits, theirs(idx).logits, atol=1e-4, rtol=1e-4)
+    assert_close(logits, theirs(idx).logits, atol=1e-4, rtol=1e-4)
     assert (grown.config.eot, grown.config.retriever) == (-1, "x")
 
 
@@ -4017,9 +4020,9 @@ def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
     text, result = capsys.readouterr().out, json.loads((tmp_path / "result.json").read_text())
     losses, vals = log_of(tmp_path), log_of(tmp_path, "val_loss")
     assert sorted(losses) == list(range(1, 61)) and sorted(vals) == [0, 15, 30, 45, 60]
-    assert vals[0] == pytest.approx(math.log(257), abs=0.1) and vals[60] < 3.5
+    assert vals[0] == approx(math.log(257), abs=0.1) and vals[60] < 3.5
     for step, bpb in log_of(tmp_path, "val_bpb").items():
-        assert bpb == pytest.approx(vals[step] / math.log(2)), "a byte is a token: loss in bits"
+        assert bpb == approx(vals[step] / math.log(2)), "a byte is a token: loss in bits"
     assert result["val_loss"] == vals[60] and result["params"]["memory"] == 257 * 64
     assert [row["step"] for row in result["curve"]] == sorted(vals)
     assert result["data_id"] == load_meta(text_folder)["data_id"] and result["source_hash"]
@@ -4042,7 +4045,7 @@ def interrupt_at(batch, monkeypatch):
     monkeypatch.setattr(TokenShards, "shuffled", shuffled)
 
 
-@pytest.mark.parametrize("switches, spoil", [
+@parametrize("switches, spoil", [
     (["--optimizer=muon"], lambda log: log.write_text(log.read_text() + '{"step": 12, "lo')),
     (["--optimizer=adamw", "--schedule=wsd"], lambda log: log.unlink()),
     (["--sparse_memory=True"], lambda log: log.write_bytes(b"\xff\0{}\n[1]")),
@@ -4141,7 +4144,7 @@ def test_micro_batches_do_not_change_a_run(tiny, tmp_path):
         run = tiny("--max_iters=4", f"--batch_size={batch_size}", "--optimizer=adamw",
                    "--sparse_memory=True")
         logs.append(torch.tensor(list(log_of(tmp_path).values())))
-        torch.testing.assert_close(logs[0], logs[-1], atol=2e-5, rtol=0)
+        assert_close(logs[0], logs[-1], atol=2e-5, rtol=0)
     assert run["config"]["batch_size"] == 2
 
 
@@ -4156,7 +4159,7 @@ def test_targets_are_weighted_over_the_whole_batch(tmp_path):
         train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1",
               f"--batch_size={batch_size}")
         losses.append(log_of(tmp_path / "run")[1])
-    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
+    assert losses[0] == approx(losses[1], abs=2e-6)
 
 
 def torchrun(*flags):
@@ -4168,7 +4171,7 @@ def torchrun(*flags):
 
 
 @slow
-@pytest.mark.parametrize("sparse", [False, True])
+@parametrize("sparse", [False, True])
 def test_two_processes_equal_one(sparse, text_folder, tmp_path):
     """DDP over gloo: step 1's gradients within 1e-5, ten AdamW steps within 1e-3. After one step
     Adam's first moment is (1 - beta1) * gradient."""
@@ -4182,12 +4185,12 @@ def test_two_processes_equal_one(sparse, text_folder, tmp_path):
         one, two = load_ckpt(tmp_path / "one"), load_ckpt(tmp_path / "two")
         for a, b in zip(one["optimizers"], two["optimizers"]):
             for i, state in a["state"].items() if steps == 1 else ():
-                torch.testing.assert_close(2 * b["state"][i]["exp_avg"], 2 * state["exp_avg"],
-                                           atol=1e-5, rtol=0)
+                assert_close(2 * b["state"][i]["exp_avg"], 2 * state["exp_avg"],
+                             atol=1e-5, rtol=0)
         for name, tensor in one["model"].items():
-            torch.testing.assert_close(two["model"][name], tensor, atol=tolerance, rtol=0)
+            assert_close(two["model"][name], tensor, atol=tolerance, rtol=0)
         vals = [log_of(tmp_path / run, "val_loss")[steps] for run in ("one", "two")]
-        assert vals[0] == pytest.approx(vals[1], abs=1e-3)
+        assert vals[0] == approx(vals[1], abs=1e-3)
 
 
 @slow
@@ -4212,9 +4215,9 @@ def test_schedules(tiny, tmp_path):
         tiny("--max_iters=8", "--learning_rate=0.01", "--optimizer=adamw", *flags)
         lrs[flags[0]] = [log_of(tmp_path, "lr")[step] for step in range(1, 9)]
     falling = [0.001 + 0.009 * f for f in (0.75, 0.5, 0.25)]
-    assert lrs["--schedule=wsd"] == pytest.approx([0.01] * 5 + falling)
+    assert lrs["--schedule=wsd"] == approx([0.01] * 5 + falling)
     cosine = [0.005 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
-    assert lrs["--schedule=cosine"] == pytest.approx([0.01 / 3, 0.02 / 3] + cosine)
+    assert lrs["--schedule=cosine"] == approx([0.01 / 3, 0.02 / 3] + cosine)
 
 
 def test_every_group_has_its_own_rate(tiny):
@@ -4226,7 +4229,7 @@ def test_every_group_has_its_own_rate(tiny):
     wanted = [group["base_lr"] * factor for group in groups]
     wanted[0] = groups[0]["base_lr"]                           # not scheduled
     wanted[1] *= 1 + 2 * (1 - 1 / 2)                           # from 3 down to 1 at half the run
-    assert [group["lr"] for group in groups] == pytest.approx(wanted) and len(set(wanted)) > 3
+    assert [group["lr"] for group in groups] == approx(wanted) and len(set(wanted)) > 3
 
 
 def test_clipping_keeps_what_is_below():
@@ -4235,9 +4238,9 @@ def test_clipping_keeps_what_is_below():
     values = torch.ones(2, 2)
     b.grad = torch.sparse_coo_tensor([[1, 4]], values, (5, 2), check_invariants=False).coalesce()
     for limit, norm in ((1.0, 4.0), (3.0, 1.0)):
-        assert kernels.clip_grads([a, b], limit).item() == pytest.approx(norm)
-        assert a.grad.tolist() == pytest.approx([0.5] * 3)
-        assert b.grad.to_dense()[4].tolist() == pytest.approx([0.25] * 2, abs=1e-5)
+        assert kernels.clip_grads([a, b], limit).item() == approx(norm)
+        assert a.grad.tolist() == approx([0.5] * 3)
+        assert b.grad.to_dense()[4].tolist() == approx([0.25] * 2, abs=1e-5)
 
 
 def test_muons_momentum_rises_and_its_decay_falls(tiny):
@@ -4245,11 +4248,11 @@ def test_muons_momentum_rises_and_its_decay_falls(tiny):
     muon = next(o for o in run["optimizers"] if isinstance(o, torch.optim.Muon)).param_groups[0]
     for step, momentum, rest in ((0, 0.85, 1), (2, 0.9, 0.95), (20, 0.95, 0.5)):
         run["set_rates"](step)
-        assert muon["momentum"] == pytest.approx(momentum) and muon["nesterov"]
-        assert muon["weight_decay"] == pytest.approx(0.2 * 12 ** 2 * rest)
+        assert muon["momentum"] == approx(momentum) and muon["nesterov"]
+        assert muon["weight_decay"] == approx(0.2 * 12 ** 2 * rest)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@parametrize("name", VARIANTS)
 def test_muon_trains_any_model(name, text_folder, tmp_path):
     """Without a recipe for it Muon takes the Linear layers but the head, at muon_lr; the other
     groups are AdamW's as they were."""
@@ -4276,7 +4279,7 @@ def test_muon_trains_any_model(name, text_folder, tmp_path):
             assert rates[p][1:] == (rate, group["weight_decay"])
 
 
-@pytest.mark.parametrize("tokenizer, vocab_size", [("bpe", 300), ("bytes", -1)])
+@parametrize("tokenizer, vocab_size", [("bpe", 300), ("bytes", -1)])
 def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
         tokenizer, vocab_size, tmp_path):
     """Prompts and eot count neither as loss nor as bytes; the last batch is a short one. Of bpe
@@ -4296,8 +4299,8 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
     size, count = load_token_bytes(folder)[y[y >= 0]].sum(), (y >= 0).sum().item()
     values = run["evaluate"]()
     assert (size > 1.1 * count) == (tokenizer == "bpe") and (y == -1).any() and run["net"].training
-    assert values["val_loss"] == pytest.approx(nats / count, rel=1e-5)
-    assert values["val_bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert values["val_loss"] == approx(nats / count, rel=1e-5)
+    assert values["val_bpb"] == approx(nats / math.log(2) / size, rel=1e-5)
 
 
 def test_evaluation_gives_the_model_what_it_asks_for_and_draws_nothing(tiny):
@@ -4329,7 +4332,7 @@ def test_gradients_are_clipped_before_the_update(tiny, tmp_path):
     run = tiny("--max_iters=1", "--optimizer=adamw", "--grad_clip=0.01", "--beta1=0.7",
                "--beta2=0.8")
     moments = [state["exp_avg"].norm() for o in run["optimizers"] for state in o.state.values()]
-    assert torch.stack(moments).norm().item() == pytest.approx(0.3 * 0.01, rel=1e-3)
+    assert torch.stack(moments).norm().item() == approx(0.3 * 0.01, rel=1e-3)
     assert log_of(tmp_path, "grad_norm")[1] > 0.1
     betas = {group["betas"] for o in run["optimizers"] for group in o.param_groups}
     assert betas == {(0.7, 0.8)}
@@ -4362,7 +4365,7 @@ def test_what_is_wrong_in_a_config_file(text, message, tmp_path):
     train(tmp_path / "config.py", "--dry_run=True", expect=message)
 
 
-@pytest.mark.parametrize("speedup, wanted", [(4.6, "bfloat16"), (1.1, "float32"), (.5, "float32")])
+@parametrize("speedup, wanted", [(4.6, "bfloat16"), (1.1, "float32"), (.5, "float32")])
 def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)
     train("--preset=d12", "--memory_scale=8", "--dry_run=True", "--device=cpu", expect="0")
@@ -4607,7 +4610,7 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finish
     flags = [*TINY, f"--dataset={text_folder}", f"--init_from={finished_run}", "--max_iters=1"]
     train(*flags, f"--out_dir={new}")
     before = log_of(finished_run, "val_loss")[2]
-    assert log_of(new, "val_loss")[0] == pytest.approx(before, abs=1e-5)
+    assert log_of(new, "val_loss")[0] == approx(before, abs=1e-5)
     for flag, message in (("--depth=2", "has n_layer=1"), ("--memory=lave", "has memory=move")):
         train(*flags, f"--out_dir={tmp_path / 'x'}", flag, expect=message)
 
@@ -4666,7 +4669,7 @@ def greedy(model, idx, n, **options):
     return torch.stack(list(sample.generate(model, idx, n, temperature=0, **options)))
 
 
-@pytest.mark.parametrize("name, switches", CASES)
+@parametrize("name, switches", CASES)
 def test_cached_generation_equals_full_recomputation(name, switches):
     """Also past the context (16): its last half is read again."""
     model, idx = make(name, **switches).eval(), some_tokens(3, 5)
@@ -4694,7 +4697,7 @@ def test_generation_ends_when_every_row_has_had_its_eot(monkeypatch):
     assert greedy(make().eval(), some_tokens(2, 3), 3, eot=7).tolist() == [[7, 1], [2, 7]]
 
 
-@pytest.mark.parametrize("how, wanted", [
+@parametrize("how, wanted", [
     ((1.0, 0, 0.0), [0.5, 0.3, 0.15, 0.05]), ((1.0, 2, 0.0), [0.625, 0.375, 0.0, 0.0]),
     ((1.0, 0, 0.7), [0.625, 0.375, 0.0, 0.0]),                 # the token that crosses 0.7 stays
     ((0.5, 0, 0.0), [0.685, 0.247, 0.062, 0.007]),             # squared and normalised
@@ -4704,7 +4707,7 @@ def test_top_k_top_p_and_temperature(how, wanted):
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     drawn = sample.choose(logits, *how, torch.Generator().manual_seed(0))
     rates = torch.bincount(drawn, minlength=4) / 4000
-    torch.testing.assert_close(rates, torch.tensor(wanted), atol=0.03, rtol=0)
+    assert_close(rates, torch.tensor(wanted), atol=0.03, rtol=0)
 
 
 def test_text_comes_as_soon_as_its_bytes_are_whole():
@@ -4755,7 +4758,7 @@ def test_inspect_draws_gates(trained):
     assert sample.word_tokens(tok, text, "cold") == [16, 17, 18, 19], "the last by itself"
     grid, axes, gate_v = sample.look(model, tok, PROMPT, "memory")["gates"]
     gates = model.inspect(torch.tensor([ids]))["gates"][0]     # (L, T, H, M+1)
-    torch.testing.assert_close(grid, gates[:, 5:11].mean((1, 2)))
+    assert_close(grid, gates[:, 5:11].mean((1, 2)))
     assert axes == ["layer", "slot"] and gate_v == 1 and not model.training
 
 
@@ -4831,7 +4834,7 @@ LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_fa
               original_max_position_embeddings=16, rope_theta=10000.0)
 
 
-@pytest.mark.parametrize("kind, fields", [
+@parametrize("kind, fields", [
     ("llama", dict(tie_word_embeddings=True)), ("qwen2", dict(tie_word_embeddings=True)),
     ("llama", dict(tie_word_embeddings=False, rms_norm_eps=1e-3, shard="15KB")),
     ("llama", dict(num_key_value_heads=4, rope_parameters=LLAMA3)),
@@ -4846,7 +4849,7 @@ def test_hugging_face_logits_equal_transformers(kind, fields, tmp_path):
     ours.load_state_dict(found["model"])
     with torch.no_grad():
         wanted = theirs(idx).logits
-        torch.testing.assert_close(ours(idx)[0], wanted, atol=2e-5, rtol=1e-5)
+        assert_close(ours(idx)[0], wanted, atol=2e-5, rtol=1e-5)
     assert wanted.std() > 0.5 and ours.config.qkv_bias == (kind == "qwen2")
     if "rope_parameters" in fields and fields["rope_parameters"] is LLAMA3:
         config = json.loads((path / "config.json").read_text())          # as older files spell it

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_all import HIER, POST, clustered, some_tokens, train, weights
+from test_all import HIER, POST, clustered, parametrize, some_tokens, train, weights
 
 import model_hiermem
 import sample
@@ -48,7 +48,7 @@ def sequences(folder, part):
     return torch.cat((*data.batch(windows), leaf[:, None]), 1)
 
 
-@pytest.mark.parametrize("part", ["train", "val"])
+@parametrize("part", ["train", "val"])
 def test_split_puts_every_sequence_into_the_folder_of_its_subtree(part, runs):
     parts = [sequences(runs / f"data-subtree{i}", part) for i in (0, 1)]
     assert [rows[:, -1].unique().tolist() for rows in parts] == [[0, 1], [2, 3]]
@@ -58,8 +58,8 @@ def test_split_puts_every_sequence_into_the_folder_of_its_subtree(part, runs):
         bank.split(runs / "data")
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("job", JOBS)
+@parametrize("level", [1, 2])
+@parametrize("job", JOBS)
 def test_a_job_trains_its_own_blocks_and_merge_takes_them_with_their_moments(job, level, runs):
     own = JOBS[job][2][level]
     ours = bank.blocks_of(weights(runs / job))[level]

@@ -22,10 +22,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pytest import approx
+from torch.testing import assert_close
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_grown, midus_run,
-                      some_tokens, text_folder, train, write_jsonl)
+                      parametrize, some_tokens, text_folder, train, write_jsonl)
 
 import model_midus
 import model_move
@@ -262,8 +264,8 @@ def test_the_table_and_its_picture(finished, lab, monkeypatch):
 
     monkeypatch.setattr(Axes, "errorbar", spy)
     assert runner.main(finished, ["--table_only=True"]) == 0   # from the results file alone
-    assert bars[0] == pytest.approx((-.1167, .1288), abs=1e-4)
-    assert bars[1] == (pytest.approx(-.2), None)
+    assert bars[0] == approx((-.1167, .1288), abs=1e-4)
+    assert bars[1] == (approx(-.2), None)
     assert (lab / f"{RESULTS}.md").read_text() == text
     assert (lab / f"{RESULTS}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -328,7 +330,7 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@parametrize("jobs", [1, 2])
 def test_a_failing_run_does_not_stop_the_others(jobs, processes, capsys):
     variants = {"standard": TOYS["standard"],
                 "tuned": (dict(score="3:3", init_from="@standard"), None),
@@ -346,7 +348,7 @@ def test_a_failing_run_does_not_stop_the_others(jobs, processes, capsys):
     assert report["tuned"][2] == "3.0000"
 
 
-@pytest.mark.parametrize("differences, verdict", [
+@parametrize("differences, verdict", [
     ([.01, .02, .03], "holds"), ([-.03, -.01, -.02], "reversed"),
     ([0, .02, .04], "inside noise"), ([0, -.02, -.04], "inside noise"),
     ([.0070, .0170, .0270], "holds"),                          # mean 1.70 deviations of .01
@@ -363,10 +365,10 @@ def test_the_noise_bound_is_students():
         x = (np.arange(20000) + .5) / 20000 * quantile
         density = (1 + x ** 2 / n) ** (-(n + 1) / 2)
         beta = math.gamma(n / 2) / math.gamma((n + 1) / 2) * math.sqrt(n * math.pi)
-        assert density.mean() * quantile == pytest.approx(.45 * beta, abs=1e-4), n
+        assert density.mean() * quantile == approx(.45 * beta, abs=1e-4), n
 
 
-@pytest.mark.parametrize("steps, expected", [
+@parametrize("steps, expected", [
     ([0, 100, 200, 300, 400], "+0.100, +0.200, +0.400"), ([0, 400], "-, -, +0.400"),
     ([0, 70, 195, 400], "-, +0.195, +0.400"), ([], "-, -, -"),
 ])
@@ -470,8 +472,8 @@ def model_config(exp, scale, name):
     return module.Config.from_depth(chosen["depth"], **{"vocab_size": 4096, **fields})
 
 
-@pytest.mark.parametrize("scale", ["cpu", "gpu"])
-@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+@parametrize("scale", ["cpu", "gpu"])
+@parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_an_experiment_here_fits_its_models(path, scale):
     """Each variant's keys are train.py's or its model's and make a Config; the claims are true of
     the paper's own numbers."""
@@ -522,7 +524,7 @@ def test_the_claims_file_is_up_to_date():
         warnings.warn(message)
 
 
-@pytest.mark.parametrize("scale, vocab_size", [("cpu", 4096), ("gpu", 50257)])
+@parametrize("scale, vocab_size", [("cpu", 4096), ("gpu", 50257)])
 def test_exchange_rate_same_flops(scale, vocab_size):
     exp = runner.load_experiment(ROOT / "experiments/move_exchange_rate.py", scale)
     cost = {}
@@ -534,7 +536,7 @@ def test_exchange_rate_same_flops(scale, vocab_size):
         steps = runner.settings(exp, scale, name)["max_iters"]
         cost[name] = steps * net.flops_per_token()
     for name in ("L+1 same FLOPs", "L+2 same FLOPs"):
-        assert cost[name] == pytest.approx(cost["MoVE x1"], rel=.005)
+        assert cost[name] == approx(cost["MoVE x1"], rel=.005)
     assert cost["L+2 same steps"] > cost["L+1 same steps"] > 1.1 * cost["MoVE x8"]
 
 
@@ -577,7 +579,7 @@ def test_rates_of_midus_are_drawn_as_a_line_for_each_method(tmp_path, monkeypatc
 
 # ================================================================ tasks.py
 
-@pytest.mark.parametrize("tree, text", [
+@parametrize("tree, text", [
     ([3, "-", [5, "-", [6], [1]], [2]], "6 - 1 - 2"),
     ([3, "-", [6], [3, "-", [5], [2]]], "6 - (5 - 2)"),
     ([2, "/", [8], [4, "x", [2], [2]]], "8 / (2 x 2)"),
@@ -694,7 +696,7 @@ def next_number(answer):                                       # number v is tok
     return [*answer[:-2], 8 + (answer[-2] - 7) % 21, 0]
 
 
-@pytest.mark.parametrize("spoil, expected", [
+@parametrize("spoil, expected", [
     (lambda answer: answer, [1, 1, 1]),
     (next_number, [.5, 1, 0]),
     (lambda answer: answer[:-1] + [1] * 20, [0, 0, 0]),        # the right number, but no end
@@ -712,7 +714,7 @@ def test_score_and_answer_greedy_against_the_logits():
     model = make().eval()
     logp = F.log_softmax(model(torch.tensor([[4, 8, 9, 10]]))[0][0], -1)
     wanted = logp[[0, 1, 2], [8, 9, 10]].sum().item()
-    assert tasks.score(model, [4], [8, 9, 10]) == pytest.approx(wanted, abs=1e-4)
+    assert tasks.score(model, [4], [8, 9, 10]) == approx(wanted, abs=1e-4)
     prompts = [[1, 2, 3], [4], [5, 6]]
     alone = []
     for prompt in prompts:
@@ -818,7 +820,7 @@ def test_domains_are_two_folders_and_evaluations_give_both_losses(texts, tmp_pat
     before, result = (json.loads((run / "result.json").read_text()) for run in (base, grown))
     for key in ("loss", "bpb"):                                # of other batches: but for rounding
         first = result["curve"][0]
-        assert first[f"retention_{key}"] == pytest.approx(before[f"val_{key}"], rel=1e-5)
+        assert first[f"retention_{key}"] == approx(before[f"val_{key}"], rel=1e-5)
         assert first[f"retention_{key}"] not in (result[f"retention_{key}"], first[f"val_{key}"])
 
 
@@ -896,7 +898,7 @@ def test_facts_are_mentioned_as_often_as_their_bucket_says(facts_folder):
         assert not row["new"] or answer not in about
 
 
-@pytest.mark.parametrize("least, forms, old, new", [
+@parametrize("least, forms, old, new", [
     (1, (False, True), [1] * 5, [1] * 5), (10, (False,), [0, 0, 1, 1, 1], [0] * 5)])
 def test_recall_is_by_mentions_and_by_form(least, forms, old, new, facts_folder):
     folder = facts_folder[0]
@@ -986,7 +988,7 @@ def test_entropy_of_equal_and_of_orthogonal_vectors():
     half = 2 * math.log((2 / 3) ** .5 + (1 / 3) ** .5)
     for z, expected in ((orthogonal[[0] * 9], 0), (orthogonal[:16], math.log(16)),
                         (orthogonal[:, :7], math.log(7)), (two, half)):
-        assert analysis.renyi_entropy(z) == pytest.approx(expected, abs=1e-5)
+        assert analysis.renyi_entropy(z) == approx(expected, abs=1e-5)
     one, other = analysis.standardise([torch.tensor([[1.], [2]]), torch.tensor([[3.]])])
     assert one.tolist() == [[-1], [0]] and other.tolist() == [[1]]
 
@@ -1003,7 +1005,7 @@ def test_probe_separates_what_is_separable_and_keeps_groups_together():
     assert np.mean(analysis.probe(x, y, torch.arange(200))) > 0.75
 
 
-@pytest.mark.parametrize("name, switches", [
+@parametrize("name, switches", [
     ("move", {}), ("move", dict(memory="none")), ("move", dict(attention="mla")), ("lime", {})])
 def test_states_are_those_of_the_forward_pass(name, switches, monkeypatch):
     model = make(name, **switches)
@@ -1025,7 +1027,7 @@ def test_states_are_those_of_the_forward_pass(name, switches, monkeypatch):
         assert len(wanted) == 3 and all(map(torch.equal, states[kind], wanted))
     kept = analysis.collect(model, [idx[0], idx[1, :4]], lambda n, z: z[-1] + n)
     for layer, full in zip(kept["hiddens"], states["hiddens"]):
-        torch.testing.assert_close(layer[1] - 1, full[1, 3], rtol=0, atol=1e-4)
+        assert_close(layer[1] - 1, full[1, 3], rtol=0, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -1056,7 +1058,7 @@ def analyse(name, run, *flags):
     return json.loads((run / f"analysis_{name}.json").read_text())[str(run)]
 
 
-@pytest.mark.parametrize("name, flag, n, low, high", [
+@parametrize("name, flag, n, low, high", [
     ("entropy", "--sequences=3", 3, 0, math.log(32)),
     ("separability", "--occurrences=20", 5, .2, 1),
     ("blimp", "--blimp=BLIMP", 5, .5, 1)])
@@ -1145,10 +1147,10 @@ def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(
                 losses.append(summed_losses(model, x, y))
             weight.copy_(kept)
             slope = (losses[0] - losses[1]).abs() / (2 * eps)
-            torch.testing.assert_close(found[layer, :, head], slope, rtol=1e-4, atol=1e-6)
+            assert_close(found[layer, :, head], slope, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["move", "lime", "ultramem", "hiermem"])
+@parametrize("name", ["move", "lime", "ultramem", "hiermem"])
 def test_importance_takes_the_other_models_too(name):
     model = make(name).eval()
     found = analysis.head_importance(model, some_tokens(), some_tokens(seed=1))
@@ -1169,9 +1171,9 @@ def test_the_importance_of_a_run_is_the_mean_over_windows(grown_run, text_folder
     model = sample.load_model(grown_run, "cpu")[0]
     x, y = TokenShards(text_folder, "val", 32).batch(range(11))
     grid = torch.tensor(found["blocks"] + found["inserted"])
-    torch.testing.assert_close(grid, analysis.head_importance(model, x, y).mean(1), rtol=1e-4,
-                               atol=1e-6)
-    assert found["blocks variance"] == pytest.approx(np.var(found["blocks"], axis=1))
+    assert_close(grid, analysis.head_importance(model, x, y).mean(1), rtol=1e-4,
+                 atol=1e-6)
+    assert found["blocks variance"] == approx(np.var(found["blocks"], axis=1))
 
 
 def test_slots_are_counted_by_head_and_layer(midus_run, grown_run, text_folder, monkeypatch):
@@ -1200,12 +1202,12 @@ def test_blocks_that_add_a_constant_are_found_out(grown_run, text_folder):
     found = analysis.block_losses(model, text_folder, c)
     added = []
     memory.register_forward_hook(lambda module, inputs, output: added.append(output))
-    assert found["loss"] == pytest.approx(analysis.mean_loss(model, text_folder, c))
+    assert found["loss"] == approx(analysis.mean_loss(model, text_folder, c))
     mean = torch.cat(added).mean((0, 1))
     for name, bias in (("silent", 0 * mean), ("constant", mean)):
         memory.forward = lambda a, *more: bias.expand(*a.shape[:2], -1)
         loss = analysis.mean_loss(model, text_folder, c)
-        assert found[name] == pytest.approx(loss, abs=1e-5) != found["loss"]
+        assert found[name] == approx(loss, abs=1e-5) != found["loss"]
 
 
 def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, text_folder, capsys):
@@ -1219,11 +1221,11 @@ def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, text_folder,
             model = sample.load_model(grown_run, "cpu")[0]
             model.blocks[layer].get_parameter(last).data.zero_()
             rise = analysis.mean_loss(model, text_folder, c) - parts["loss"]
-            assert parts[name][layer] == pytest.approx(rise, abs=1e-5) and rise != 0
+            assert parts[name][layer] == approx(rise, abs=1e-5) and rise != 0
     assert parts["mlp"][-1] is None and parts["memory"][:-1] == [None, None]
     model = sample.load_model(grown_run, "cpu")[0]
     silent = analysis.block_losses(model, text_folder, c)["silent"]
-    assert parts["memory"][-1] == pytest.approx(silent - parts["loss"], abs=1e-6)
+    assert parts["memory"][-1] == approx(silent - parts["loss"], abs=1e-6)
     assert parts["all memories"] == parts["memory"][-1]
 
 
@@ -1238,7 +1240,7 @@ def test_a_memory_that_returns_a_loss_too_is_left_out(text_folder):
     for table in model.tables.parameters():
         table.data.zero_()
     without = analysis.mean_loss(model, text_folder, c) - found["loss"]
-    assert found["all memories"] == pytest.approx(without, abs=1e-6) != 0
+    assert found["all memories"] == approx(without, abs=1e-6) != 0
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pytest import approx
+from torch.testing import assert_close
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import topics
 from experiments.topics import HashEmbedder, Retriever, k_means, walk
 from prepare_fineweb import ConfigError, TokenShards, load_meta, prepare
-from test_all import write_jsonl
+from test_all import parametrize, write_jsonl
 
 SUBJECTS = (
     "river boat water fish shore", "engine piston fuel wheel brake",
@@ -54,7 +56,7 @@ def read(folder, split):
     return rows, masks, np.fromfile(path.with_suffix(".leaf"), np.int32)
 
 
-@pytest.mark.parametrize("split, part", [("train", slice(8, 48)), ("val", slice(0, 8))])
+@parametrize("split, part", [("train", slice(8, 48)), ("val", slice(0, 8))])
 def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clustered):
     windows = []
     for row in subject_texts()[part]:
@@ -103,8 +105,8 @@ def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
 def test_normalised_mutual_information():
     halves = [0, 0, 1, 1]
     for other, expected in ((halves, 1), ([0, 1, 0, 1], 0), ([0, 1, 2, 3], 2 / 3)):
-        assert topics.mutual_information(halves, other) == pytest.approx(expected)
-    assert topics.entropy(halves) == pytest.approx(math.log(2))
+        assert topics.mutual_information(halves, other) == approx(expected)
+    assert topics.entropy(halves) == approx(math.log(2))
 
 
 @pytest.mark.parametrize("leaf, message", [(4, "leaves 0 to 4 of a tree of 4"), (-1, "leaves -1")])
@@ -160,11 +162,11 @@ def test_hash_embeddings_have_the_cosines_of_tf_idf():
         [0, 0, 1 + math.log(3), 1],
     ])
     idf = 1 + torch.tensor([4 / 2, 4 / 3, 4 / 3, 4 / 2]).log()
-    torch.testing.assert_close(torch.from_numpy(embedder.state["idf"][columns]), idf)
+    assert_close(torch.from_numpy(embedder.state["idf"][columns]), idf)
     x = embedder(texts)
     expected = F.normalize(counts * idf)
     cosines = expected @ expected.T
-    torch.testing.assert_close(x @ x.T, cosines, atol=1e-5, rtol=1e-4)
+    assert_close(x @ x.T, cosines, atol=1e-5, rtol=1e-4)
     assert embedder([""]).abs().sum() == 0
 
 
@@ -193,7 +195,7 @@ def test_k_means_is_balanced_and_reproducible():
     for limit, mixed in ((1.5, 20 / 55), (2.0, 2.0)):
         centroids = k_means(crowd, 2, seeded(0), steps=1, limit=limit)
         sums = sorted(centroids.sum(1).tolist())
-        assert sums == pytest.approx([0.0, mixed])
+        assert sums == approx([0.0, mixed])
     x = F.normalize(torch.randn(400, 6, generator=seeded(0)), dim=1)
     centroids = k_means(x, 5, seeded(3))
     assert torch.equal(centroids, k_means(x, 5, seeded(3)))
