@@ -2797,23 +2797,12 @@ def test_ultramem_compiles_in_one_graph():
     assert_close(*found)
 
 
-def test_ultramem_trains_sparsely_with_decaying_value_rates(text_folder, tmp_path):
-    """value_lr=4 until twice the run: at step 11 of 12 values have 1 + 3 * (1 - 11/24) times the
-    rate. A checkpoint holds all that the memory needs, the shuffle and u, v included."""
-    run = train("--model=ultramem", f"--dataset={text_folder}", f"--out_dir={tmp_path}",
-                "--depth=1", "--block_size=32", "--batch_tokens=128", "--sample_tokens=0",
-                "--max_iters=12", "--eval_tokens=256", "--n_keys=12", "--top_k=4",
-                "--sparse_memory=True", "--value_lr=4", "--value_lr_until=2")
-    groups = [optimizer.param_groups[0] for optimizer in run["optimizers"]]
-    rates = {group["kind"]: group["lr"] for group in groups}
-    assert rates["sparse"] == approx(rates["adamw"] * 2.625)
-    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+def test_ultramem_checkpoints_hold_the_shuffle_and_the_singular_vectors():
     logits = []
+    saved = make("ultramem", n_keys=12, top_k=4).state_dict()
     for seed in (1, 2):
-        torch.manual_seed(seed)
-        model = model_ultramem.Model(model_ultramem.Config(**saved["model_config"]))
-        model.init_weights()
-        model.load_state_dict(saved["model"])
+        model = make("ultramem", n_keys=12, top_k=4, seed=seed)
+        model.load_state_dict(saved)
         logits.append(model(some_tokens())[0])
     assert torch.equal(*logits)
 
@@ -2827,13 +2816,11 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     retrieve = model.blocks[2].memory.retrieve
     retrieve.register_forward_hook(lambda module, args, output: out.append(output[1]))
     model(idx)
-    uses = torch.zeros(n_slots)
-    for slot in out[0].flatten():
-        uses[slot] += 1
+    uses = torch.bincount(out[0].flatten(), minlength=n_slots)
     p = uses[uses > 0] / uses.sum()
-    times = [uses == 0, uses == 1, (uses == 2) | (uses == 3)]
     assert_close(seen["kl"], (p * (p * n_slots).log()).sum())
-    assert_close(seen["use"][:3], torch.stack(times).float().mean(1))
+    times = [(uses == n).sum() / n_slots for n in range(4)]
+    assert_close(seen["use"][:3], torch.stack((times[0], times[1], times[2] + times[3])))
     assert seen["dead"] == seen["use"][0] and len(seen["use"]) == 12
 
 
@@ -2958,28 +2945,6 @@ def test_midus_placements_are_appendix_g4(fields, firsts, apart):
         assert model_midus.layout(config) == names
 
 
-def test_midus_hml_equals_its_equations_written_as_loops():
-    hml = midus_grown(base=midus_base(torch.float64)).inserted[0].memory
-    fill_randomly(hml)
-    a = torch.randn(1, 3, 32, dtype=torch.float64)
-    keys, V = hml.retrieve.keys, hml.values                    # n = 5, k = 3, d_h = 8
-    want = torch.zeros_like(a)
-    for t in range(3):
-        for h in range(4):
-            mine = slice(8 * h, 8 * h + 8)
-            row, col = a[0, t, mine].chunk(2)                  # the query's halves
-            scores = torch.empty(25, dtype=torch.float64)
-            for i, j in itertools.product(range(5), range(5)):
-                scores[5 * i + j] = keys[h, 0, i] @ row + keys[h, 1, j] @ col
-            sigma, slots = scores.topk(3)
-            want[0, t, mine] = sigma.softmax(0) @ V[slots] @ hml.W_h[h]
-    got = hml(a)
-    assert_close(got, want)
-    parameters = list(hml.parameters())
-    slow = torch.autograd.grad(want, parameters, a.cos())
-    assert_close(torch.autograd.grad(got, parameters, a.cos()), slow)
-
-
 def ultramem_scores(core, row, col, k):
     """Of a head's rows and columns (2, 2n) only the best k each by the leading singular vectors."""
     u, _, v = torch.linalg.svd(core)
@@ -2991,34 +2956,43 @@ def ultramem_scores(core, row, col, k):
     return scores
 
 
-@parametrize("memory", ["linear", "pkm", "ultramem"])
-def test_other_memories_equal_their_equations_written_as_loops(memory):
-    """Heads summed over one table; UltraMem: Tucker scores, four matrices for the rows."""
+@parametrize("memory", ["hml", "linear", "pkm", "ultramem"])
+def test_midus_memories_equal_their_equations_written_as_loops(memory):
+    """HML: each head has a projection of its own. The others: heads summed over one table; UltraMem
+    has Tucker scores and four matrices for the rows."""
     model = midus_grown(base=midus_base(torch.float64), memory=memory, n_keys=3, top_k=2)
     block = model.inserted[0]
     fill_randomly(block)
     x = torch.randn(1, 9, 32, dtype=torch.float64)
     rotary = midus_rotary(model, 9)
-    a = x + block.attn(block.attn_norm(x), rotary)
-    mem, want = block.memory, x.clone()
+    mem = block.memory
+    heads = block.attn(block.attn_norm(x), rotary)             # d_h = 8
+    q = heads if memory == "hml" else mem.W_q(x + heads)
+    want = x.clone()
     for t, h in itertools.product(range(9), range(4)):
-        q = mem.W_q(a[0, t])[8 * h:8 * h + 8]
+        mine = slice(8 * h, 8 * h + 8)
+        first, second = q[0, t, mine].chunk(2)
         keys = mem.retrieve.keys[h]
         if memory == "linear":
-            scores = keys @ q
-        elif memory == "pkm":
-            scores = (keys[0] @ q[:4])[:, None] + keys[1] @ q[4:]
+            scores = keys @ q[0, t, mine]
+        elif memory == "ultramem":
+            scores = ultramem_scores(mem.retrieve.core[h], keys[0] @ first, keys[1] @ second, 2)
         else:
-            core = mem.retrieve.core[h]
-            row, col = keys[0] @ q[:4], keys[1] @ q[4:]
-            scores = ultramem_scores(core, row, col, 2)
+            scores = (keys[0] @ first)[:, None] + keys[1] @ second
         sigma, slots = scores.flatten().topk(2)
-        for weight, slot in zip(sigma.softmax(0), slots):
-            value = mem.values[slot % 9]
-            if memory == "ultramem":
-                value = value @ mem.W_v[slot // 9]
-            want[0, t] += weight * value
-    assert_close(block(x, rotary, None), want)
+        rows = mem.values[slots % 9]
+        if memory == "ultramem":
+            rows = torch.einsum("kr,krd->kd", rows, mem.W_v[slots // 9])
+        said = sigma.softmax(0) @ rows
+        if memory == "hml":
+            want[0, t, mine] += said @ mem.W_h[h]
+        else:
+            want[0, t] += said
+    got = block(x, rotary, None)
+    assert_close(got, want)
+    parameters = list(block.parameters())
+    slow = torch.autograd.grad(want, parameters, x.cos())
+    assert_close(torch.autograd.grad(got, parameters, x.cos()), slow)
 
 
 @parametrize("kind", ["batch_norm", "layer_norm", "residual", "out_proj"])
@@ -3347,20 +3321,6 @@ def test_midus_inspect_shows_each_heads_shares_of_its_slots():
     assert_close(use[1, 2], want)
 
 
-@parametrize("upscale", ["midus", "opt_deus"])
-@parametrize("kind", ["llama", "qwen2"])
-def test_midus_grows_a_hugging_face_model_whose_logits_equal_transformers(kind, upscale, tmp_path):
-    theirs, path = write_llama(tmp_path / "hf", kind)
-    ckpt = sample.load_hugging_face(path, model_midus)
-    found = model_midus.start(path, ckpt, dict(upscale=upscale))
-    ours = model_midus.Model(model_midus.Config(**found["model_config"])).eval()
-    ours.load_state_dict(found["model"])
-    idx = some_tokens(2, 60)
-    with torch.no_grad():
-        assert_close(ours(idx)[0], theirs(idx).logits, atol=2e-5, rtol=1e-5)
-    assert len(ours.inserted) == 1
-
-
 def train_midus(*flags, expect=""):
     return train("--model=midus", *TINY, "--depth=2", *flags, expect=expect)
 
@@ -3414,18 +3374,10 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
     assert not torch.equal(new[0], new[2])
 
 
-def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path, monkeypatch):
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    flags = [f"--dataset={text_folder}", "--eval_interval=3", "--max_iters=6",
-             f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", "--n_keys=8",
-             "--queries=batch_norm"]
-    train_midus(*flags, f"--out_dir={whole}")
-    with monkeypatch.context() as patch:
-        interrupt_at(3, patch)
-        train_midus(*flags, f"--out_dir={part}", expect="--init_from=resume")
-    train("--model=midus", f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
-    assert log_of(part) == log_of(whole) and len(log_of(part)) == 6
-    assert_close(saved_model(part), saved_model(whole), rtol=0, atol=0)
+def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
+    resumed(["--model=midus", *TINY, "--depth=2", f"--dataset={text_folder}", "--eval_interval=3",
+             "--max_iters=6", f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt",
+             "--n_keys=8", "--queries=batch_norm"], 3, tmp_path)
 
 
 # ================================================================ model_hiermem.py
@@ -3737,26 +3689,18 @@ def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
 
 
 def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resumes_exactly(
-        clustered, hier_runs, tmp_path, monkeypatch):
+        clustered, hier_runs, tmp_path):
     flags = [*POST, f"--dataset={clustered}", f"--init_from={hier_runs / 'anchor'}",
              "--memory=ffn", "--ranks=4,2", "--learning_rate=1e-3", "--max_iters=6",
              "--eval_interval=3"]
-    train(*flags, f"--out_dir={tmp_path / 'whole'}")
-    whole = weights(tmp_path / "whole")["model"]
-    anchor = weights(hier_runs / "anchor")["model"]
+    resumed(flags, 4, tmp_path)
+    whole = load_ckpt(tmp_path / "whole")["model"]
+    anchor = load_ckpt(hier_runs / "anchor")["model"]
     assert not torch.equal(whole["embed.weight"], anchor["embed.weight"])
     train(*flags, "--bank_device=cpu", f"--out_dir={tmp_path / 'cpu'}")
-    for key, tensor in weights(tmp_path / "cpu")["model"].items():
-        assert torch.equal(tensor, whole[key]), key
+    assert_close(load_ckpt(tmp_path / "cpu")["model"], whole, rtol=0, atol=0)
     train(*flags, "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
     assert log_of(tmp_path / "large") == approx(log_of(tmp_path / "whole"), abs=1e-5)
-    with monkeypatch.context() as patch:
-        interrupt_at(4, patch)                                 # in the fifth step
-        train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
-    assert 0 < weights(tmp_path / "part")["step"] < 6
-    train(f"--dataset={clustered}", "--model=hiermem", f"--out_dir={tmp_path / 'part'}",
-          "--init_from=resume")
-    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole")
 
 
 def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
@@ -3954,6 +3898,26 @@ def interrupt_at(batch, monkeypatch):
     monkeypatch.setattr(TokenShards, "shuffled", shuffled)
 
 
+def resumed(flags, batch, tmp_path, spoil=lambda log: None):
+    """A run gets Ctrl-C in the fetch of `batch` and goes on: its log and its tensors are bit for
+    bit those of a whole run -> the second part's globals."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    train(*flags, f"--out_dir={whole}")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(batch, patch)
+        train(*flags, f"--out_dir={part}", expect="--init_from=resume")
+    assert load_ckpt(part)["step"] == batch + 1, "Ctrl-C saves"
+    spoil(part / "log.jsonl")
+    same = [flag for flag in flags if flag.startswith(("--model=", "--dataset="))]
+    run = train(*same, f"--out_dir={part}", "--init_from=resume")
+    for key in ("loss", "grad_norm", "lr", "val_loss"):
+        assert log_of(part, key) == log_of(whole, key)
+    a, b = load_ckpt(whole), load_ckpt(part)
+    assert a["step"] == b["step"] and a["config"]["dtype"] == run["dtype"]
+    assert_close(b["model"], a["model"], rtol=0, atol=0)
+    return run
+
+
 @parametrize("switches, spoil", [
     (["--optimizer=muon"], lambda log: log.write_text(log.read_text() + '{"step": 12, "lo')),
     (["--optimizer=adamw", "--schedule=wsd"], lambda log: log.unlink()),
@@ -3961,23 +3925,9 @@ def interrupt_at(batch, monkeypatch):
     (["--memory=lave", "--dtype=bfloat16"], lambda log: None),
 ], ids=lambda value: str(value) if isinstance(value, list) else "")
 def test_resume_is_exact(switches, spoil, text_folder, tmp_path):
-    """Ctrl-C at step 10, resumed: every loss bit for bit the uninterrupted run's, and so is the
-    log, whatever a kill or a hand has made of it behind the checkpoint."""
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    flags = [*TINY, *switches, f"--dataset={text_folder}", "--max_iters=16", "--eval_interval=4",
-             "--grad_clip=1"]
-    train(*flags, f"--out_dir={whole}")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(9, patch)
-        train(*flags, f"--out_dir={part}", expect="--init_from=resume")
-    assert load_ckpt(part)["step"] == 10, "Ctrl-C saves"
-    spoil(part / "log.jsonl")
-    run = train(f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
-    assert run["dtype"] == load_ckpt(whole)["config"]["dtype"], "which is the checkpoint's"
-    for key in ("loss", "grad_norm", "lr", "val_loss"):
-        assert log_of(part, key) == log_of(whole, key)
-    a, b = load_ckpt(whole)["model"], load_ckpt(part)["model"]
-    assert all(torch.equal(a[key], b[key]) for key in a)
+    """Whatever a kill or a hand has made of the log behind the checkpoint."""
+    resumed([*TINY, *switches, f"--dataset={text_folder}", "--max_iters=16", "--eval_interval=4",
+             "--grad_clip=1"], 9, tmp_path, spoil)
 
 
 def test_a_second_ctrl_c_stops_at_once(tiny, monkeypatch):
