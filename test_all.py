@@ -1801,18 +1801,6 @@ def test_a_copy_with_a_line_more_passes_as_well(name, tmp_path, monkeypatch):
     test_file_cut_at_the_fold_still_trains(copy, tmp_path, monkeypatch)
 
 
-def test_a_model_without_hooks_gets_their_defaults(tmp_path, monkeypatch):
-    text = (ROOT / "model_lime.py").read_text()
-    for hook in ("new_cache", "inspect"):
-        text = text.replace(f"def {hook}(", f"def no_{hook}(")
-    (tmp_path / "model_bare.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    model = make("bare")
-    assert model.new_cache(1, 8) is None                       # decoded by full forwards
-    assert model.inspect(some_tokens()) == {}
-    test_meta_device_depth_dial_and_inspect("bare")
-
-
 def plain_linear_cross_entropy(x, weight, targets, softcap=0.0):
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
 
@@ -3671,12 +3659,8 @@ def hier_runs(clustered, tmp_path_factory):
     return out
 
 
-def weights(folder):
-    return load_ckpt(folder)
-
-
 def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
-    anchor, ckpt = weights(hier_runs / "anchor")["model"], weights(hier_runs / "frozen")
+    anchor, ckpt = load_ckpt(hier_runs / "anchor")["model"], load_ckpt(hier_runs / "frozen")
     for key, tensor in anchor.items():
         assert torch.equal(tensor, ckpt["model"][key]), key
     assert ckpt["model_config"]["retriever"]
@@ -3937,11 +3921,14 @@ def test_a_second_ctrl_c_stops_at_once(tiny, monkeypatch):
         run["interrupted"](signal.SIGTERM, None)
 
 
-def start_train(*flags, **options):
+def start_train(*flags, launcher=(), **options):
     """train.py as a process of its own, its output in one pipe."""
-    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    command = [sys.executable, *launcher, str(ROOT / "train.py"), *map(str, flags)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 @slow
@@ -3997,36 +3984,21 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(text_folder, tmp_path):
     assert not (tmp_path / "ckpt.pt.tmp").exists()
 
 
-def test_micro_batches_do_not_change_a_run(tiny, tmp_path):
+def test_micro_batches_do_not_change_a_run(tmp_path):
+    """Rows of prompts and answers have different numbers of targets: a step's loss is the mean over
+    all of them."""
+    records = [{"prompt": "q" * (i % 7 + 1), "answer": "a" * (1 + i % 13)} for i in range(300)]
+    folder = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "data")
     logs = []
     for batch_size in (4, 1, 3):                               # of 4 rows; not 3 but 2 is taken
-        run = tiny("--max_iters=4", f"--batch_size={batch_size}", "--optimizer=adamw",
-                   "--sparse_memory=True")
-        logs.append(torch.tensor(list(log_of(tmp_path).values())))
-        assert_close(logs[0], logs[-1], atol=2e-5, rtol=0)
+        run = train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=4",
+                    f"--batch_size={batch_size}", "--optimizer=adamw", "--sparse_memory=True")
+        logs.append(log_of(tmp_path / "run"))
+        assert logs[-1] == approx(logs[0], abs=2e-5)
     assert run["config"]["batch_size"] == 2
 
 
-def test_targets_are_weighted_over_the_whole_batch(tmp_path):
-    """Rows of prompts and answers have different numbers of targets; the loss of a step is the mean
-    over all of them."""
-    records = [{"prompt": "q" * (i % 7 + 1), "answer": "a" * (1 + i % 13)} for i in range(300)]
-    folder = prepare(source=write_jsonl(tmp_path / "qa.jsonl", records), tokenizer="bytes",
-                     out=tmp_path / "data", val_fraction=0.1, workers=1)
-    losses = []
-    for batch_size in (4, 1):
-        train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1",
-              f"--batch_size={batch_size}")
-        losses.append(log_of(tmp_path / "run")[1])
-    assert losses[0] == approx(losses[1], abs=2e-6)
-
-
-def torchrun(*flags):
-    """Two processes of train.py, once they have ended."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               str(ROOT / "train.py"), *map(str, flags)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+torchrun = functools.partial(start_train, launcher=TORCHRUN)
 
 
 @slow
@@ -4125,8 +4097,9 @@ def test_muon_trains_any_model(name, text_folder, tmp_path):
             for p in group["params"]:
                 assert p not in rates
                 rates[p] = type(o), group["base_lr"], group["base_decay"]
+    vals = log_of(tmp_path, "val_loss")
     assert rates.keys() == {p for p in run["raw"].parameters() if p.requires_grad}
-    assert log_of(tmp_path, "val_loss")[6] < log_of(tmp_path, "val_loss")[0] - 0.1
+    assert vals[6] < vals[0] - 0.1
     if "muon" in module.RECIPE:
         return
     linear = {m.weight for n, m in run["raw"].named_modules()
@@ -4143,18 +4116,17 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
         tokenizer, vocab_size, tmp_path):
     """Prompts and eot count neither as loss nor as bytes; the last batch is a short one. Of bpe
     token 0 is eot, of bytes it is a byte."""
-    answers = ["it is " + "abc " * (i % 7) for i in range(300)]
-    records = [{"prompt": f"what is {i}? ", "answer": answer} for i, answer in enumerate(answers)]
-    source = write_jsonl(tmp_path / "qa.jsonl", records)
-    folder = prepare(source=source, out=tmp_path / "data", tokenizer=tokenizer,
-                     vocab_size=vocab_size, val_fraction=0.3, workers=1)
+    records = [{"prompt": f"what is {i}? ", "answer": "it is " + "abc " * (i % 7)}
+               for i in range(300)]
+    folder = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "data",
+                           tokenizer=tokenizer, vocab_size=vocab_size)
     run = train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=3",
                 "--eval_tokens=330")
     x, y = TokenShards(folder, "val", 32).batch(range(10))
     y[y == load_meta(folder)["eot"]] = -1
     with torch.no_grad():
-        logits = run["net"](x)[0].transpose(1, 2)
-        nats = F.cross_entropy(logits, y, ignore_index=-1, reduction="sum").item()
+        nats = F.cross_entropy(run["net"](x)[0].flatten(0, 1), y.flatten(), reduction="sum",
+                               ignore_index=-1).item()
     size, count = load_token_bytes(folder)[y[y >= 0]].sum(), (y >= 0).sum().item()
     values = run["evaluate"]()
     assert (size > 1.1 * count) == (tokenizer == "bpe") and (y == -1).any() and run["net"].training
@@ -4269,15 +4241,16 @@ def test_a_copied_model_file_needs_no_registration_and_no_hooks(text_folder, tmp
     for file in ("train.py", "sample.py", "kernels.py", "prepare_fineweb.py", "experiments/run.py"):
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "model_mine.py").write_text((ROOT / "model_move.py").read_text() + BARE)
-    flags = ["--model=mine", *TINY, f"--dataset={text_folder}", "--max_iters=2"]
-    for program in (["train.py", *flags], ["sample.py", "--max_new_tokens=5", "--num_samples=1"]):
-        command = [sys.executable, *program]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    look = ("import sample; model = sample.load_model('out/mine-d1', 'cpu')[0]; "
+            "assert model.scale.item() == 2 and model.new_cache(1, 8) is None; "
+            "assert model.inspect(None) == {}")
+    for command in (
+            ["train.py", "--model=mine", *TINY, f"--dataset={text_folder}", "--max_iters=2"],
+            ["sample.py", "--max_new_tokens=5", "--num_samples=1"], ["-c", look]):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True,
+                              text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "model mine, step 2" in done.stderr
-    script = ("import sample; model = sample.load_model('out/mine-d1', 'cpu')[0]; "
-              "assert model.scale.item() == 2")
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+        assert "sample.py" not in command or "model mine, step 2" in done.stderr
 
 
 def test_step_time_races_a_model_against_its_baseline(text_folder, capsys, monkeypatch):
@@ -4452,8 +4425,7 @@ def test_a_checkpoint_must_be_whole_and_fit_the_model_file(change, message, text
 
 
 def test_resume_refuses_other_text(finished_run, corpus, tmp_path):
-    other = prepare(source=corpus, tokenizer="bytes", out=tmp_path / "data", val_fraction=0.2,
-                    workers=1)
+    other = prepare_bytes(corpus, tmp_path / "data")
     train(f"--dataset={other}", f"--out_dir={finished_run}", "--init_from=resume", "--max_iters=4",
           expect="holds other text than the checkpoint was trained on")
 
@@ -4478,15 +4450,15 @@ def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(
         text_folder, finished_run, tmp_path):
     """As does finetuning: text in other rows, or prompts with answers. A resumed run keeps its."""
     records = [{"prompt": f"{i} is ", "answer": str(i)} for i in range(60)]
-    task = prepare(source=write_jsonl(tmp_path / "qa.jsonl", records), tokenizer="bytes",
-                   out=tmp_path / "task", block_size=20, val_fraction=0.2, workers=1)
+    task = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "task",
+                         block_size=20)
     rest = [flag for flag in TINY if "block_size" not in flag]
-    for length, flags in ((16, [f"--dataset={text_folder}", "--block_size=16"]),
-                          (32, [f"--dataset={text_folder}"]),
-                          (20, [f"--dataset={task}", "--batch_tokens=80"])):
-        train(*rest, *flags, f"--init_from={finished_run}", f"--out_dir={tmp_path / str(length)}",
+    for length, data, *more in ((16, text_folder, "--block_size=16"), (32, text_folder),
+                                (20, task, "--batch_tokens=80")):
+        out = tmp_path / str(length)
+        train(*rest, *more, f"--dataset={data}", f"--init_from={finished_run}", f"--out_dir={out}",
               "--max_iters=1")
-        assert load_ckpt(tmp_path / str(length))["config"]["block_size"] == length
+        assert load_ckpt(out)["config"]["block_size"] == length
     train(f"--dataset={text_folder}", f"--out_dir={tmp_path / '16'}", "--init_from=resume",
           "--max_iters=2")
     assert sorted(log_of(tmp_path / "16")) == [1, 2]

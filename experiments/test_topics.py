@@ -16,37 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import topics
 from experiments.topics import HashEmbedder, Retriever, k_means, walk
 from prepare_fineweb import ConfigError, TokenShards, load_meta, prepare
-from test_all import parametrize, write_jsonl
-
-SUBJECTS = (
-    "river boat water fish shore", "engine piston fuel wheel brake",
-    "violin chord melody sonata tempo", "enzyme protein cell membrane acid",
-)
-CLUSTERED = dict(tokenizer="bytes", clusters="2,2", window=64, block_size=32, workers=1)
-
-
-def subject_texts(n=48):
-    rng = random.Random(0)
-    texts = []
-    for i in range(n):
-        words = SUBJECTS[i % 4].split() + "the a of and".split()
-        text = " ".join(rng.choice(words) for _ in range(60 + i))
-        topic = str(i % 4)
-        texts.append({"text": f"{i} {text}", "topic": topic})
-    return texts
-
-
-@pytest.fixture(scope="module")
-def clustered(tmp_path_factory):
-    """A data folder of four subjects under a tree 2,2, in sequences of 33 tokens; windows of 64."""
-    folder = tmp_path_factory.mktemp("clustered")
-    source = folder / "source"
-    texts = subject_texts()
-    write_jsonl(source / "train.jsonl", texts[8:])
-    write_jsonl(source / "val.jsonl", texts[:8])
-    out = prepare(source=source, out=folder / "data", **CLUSTERED)
-    return Path(out)
-
+from test_all import CLUSTERED, clustered, parametrize, topic_texts
 
 def read(folder, split):
     """rows (S, 33), masks (S, 33) and leaves (S,) of a split, as they lie in the files."""
@@ -59,7 +29,7 @@ def read(folder, split):
 @parametrize("split, part", [("train", slice(8, 48)), ("val", slice(0, 8))])
 def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clustered):
     windows = []
-    for row in subject_texts()[part]:
+    for row in topic_texts()[part]:
         text = row["text"]
         windows += [text[i:i + 64] for i in range(0, len(text), 64)]
     paths = Retriever.load(clustered / "retriever.npz").path(windows)
@@ -83,7 +53,7 @@ def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clu
 def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
     meta = load_meta(clustered)
     retriever = Retriever.load(clustered / "retriever.npz")
-    texts = [row["text"] for row in subject_texts()]
+    texts = [row["text"] for row in topic_texts()]
     leaves = retriever.path(texts)[:, 1].tolist()
     assert len(set(leaves)) == 4
     assert leaves == leaves[:4] * 12
