@@ -3309,16 +3309,16 @@ def test_midus_inspect_shows_each_heads_shares_of_its_slots():
     assert_close(use[1, 2], want)
 
 
-def train_midus(*flags, expect=""):
-    return train("--model=midus", *TINY, "--depth=2", *flags, expect=expect)
+def train_midus(*flags, **more):
+    return train("--model=midus", *TINY, "--depth=2", *flags, **more)
 
 
 @pytest.fixture(scope="module")
 def midus_run(text_folder, tmp_path_factory):
     """A base of train.py's, trained for a few steps, and its run folder."""
     out = tmp_path_factory.mktemp("midus") / "base"
-    train_midus("--dense=True", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=4",
-                "--learning_rate=0.01")
+    train_midus("--dense=True", "--max_iters=4", "--learning_rate=0.01", dataset=text_folder,
+                out_dir=out)
     return out
 
 
@@ -3331,8 +3331,8 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     which moves everything."""
     cpt, sft = tmp_path / "cpt", tmp_path / "sft"
     flags = [f"--dataset={text_folder}", "--max_iters=6"]
-    run = train_midus(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt",
-                      "--n_keys=8", f"--out_dir={cpt}")
+    run = train_midus(*flags, "--upscale=midus", "--phase=cpt", "--n_keys=8", init_from=midus_run,
+                      out_dir=cpt)
     for optimizer in run["optimizers"]:
         for group in optimizer.param_groups:                   # after the last of six steps
             left = group["lr"] / group["base_lr"]
@@ -3342,7 +3342,7 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     for name, tensor in grown.items():
         assert torch.equal(tensor, base.get(name, tensor))
     assert grown["inserted.0.memory.values"].abs().max() > 0
-    train_midus(*flags, f"--init_from={cpt}", "--phase=sft", f"--out_dir={sft}")
+    train_midus(*flags, "--phase=sft", init_from=cpt, out_dir=sft)
     assert log_of(sft, "val_loss")[0] == log_of(cpt, "val_loss")[6]
     tuned = saved_model(sft)
     for name, tensor in grown.items():
@@ -3355,8 +3355,8 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
     new = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(new))
-        train_midus(f"--dataset={text_folder}", f"--init_from={midus_run}", "--upscale=midus",
-                    "--n_keys=8", f"--seed={seed}", "--max_iters=1", f"--out_dir={tmp_path}")
+        train_midus("--upscale=midus", "--n_keys=8", "--max_iters=1", dataset=text_folder,
+                    init_from=midus_run, seed=seed, out_dir=tmp_path)
         new.append(saved_model(tmp_path)["inserted.0.memory.retrieve.keys"])
     assert torch.equal(new[0], new[1])
     assert not torch.equal(new[0], new[2])
@@ -3651,11 +3651,9 @@ HIER = [*POST, "--depth=1", "--clusters=2,2", "--ranks=4,2"]
 def hier_runs(clustered, tmp_path_factory):
     """An anchor (A1), and memories on it while it is frozen (A3)."""
     out = tmp_path_factory.mktemp("hier")
-    train(*HIER, f"--dataset={clustered}", "--dense=True", f"--out_dir={out / 'anchor'}",
-          "--max_iters=12")
-    train(*POST, f"--dataset={clustered}", f"--init_from={out / 'anchor'}", "--memory=ffn",
-          "--ranks=4,2", "--frozen=True", "--learning_rate=0.01", f"--out_dir={out / 'frozen'}",
-          "--max_iters=24")
+    train(*HIER, "--dense=True", "--max_iters=12", dataset=clustered, out_dir=out / "anchor")
+    train(*POST, "--memory=ffn", "--ranks=4,2", "--frozen=True", "--learning_rate=0.01",
+          "--max_iters=24", dataset=clustered, init_from=out / "anchor", out_dir=out / "frozen")
     return out
 
 
@@ -3681,9 +3679,9 @@ def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resum
     whole = load_ckpt(tmp_path / "whole")["model"]
     anchor = load_ckpt(hier_runs / "anchor")["model"]
     assert not torch.equal(whole["embed.weight"], anchor["embed.weight"])
-    train(*flags, "--bank_device=cpu", f"--out_dir={tmp_path / 'cpu'}")
+    train(*flags, "--bank_device=cpu", out_dir=tmp_path / "cpu")
     assert_close(load_ckpt(tmp_path / "cpu")["model"], whole, rtol=0, atol=0)
-    train(*flags, "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
+    train(*flags, "--batch_size=4", out_dir=tmp_path / "large")
     assert log_of(tmp_path / "large") == approx(log_of(tmp_path / "whole"), abs=1e-5)
 
 
@@ -3710,8 +3708,8 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
     run = shutil.copytree(hier_runs / "frozen", tmp_path / "run")
 
     def said(*flags):
-        run_sample(f"--out_dir={run}", "--num_samples=1", "--max_new_tokens=5", "--temperature=0",
-                   "--prompt=violin chord melody", *flags)
+        run_sample("--num_samples=1", "--max_new_tokens=5", "--temperature=0",
+                   "--prompt=violin chord melody", *flags, out_dir=run)
         return capsys.readouterr().err
 
     tree = Retriever.load(run / "retriever.npz")
@@ -3809,14 +3807,18 @@ def text_folder(tmp_path_factory):
     return prepare(source=str(folder), tokenizer="bytes", out=str(folder / "data"), workers=1)
 
 
-def train(*flags, expect=""):
+def as_flags(flags, more):
+    return [*map(str, flags), *(f"--{key}={value}" for key, value in more.items())]
+
+
+def train(*flags, expect="", **more):
     """Run train.py in this process (nothing imports it) -> its globals; with `expect` it must stop
     with a message that holds that text."""
     import gc
     gc.collect()                                               # locks of runs that failed
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(sys, "argv", ["train.py", *map(str, flags)])
+        patch.setattr(sys, "argv", ["train.py", *as_flags(flags, more)])
         warnings.simplefilter("error")                         # a run prints no warnings
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         try:
@@ -3886,14 +3888,14 @@ def resumed(flags, batch, tmp_path, spoil=lambda log: None):
     """A run gets Ctrl-C in the fetch of `batch` and goes on: its log and its tensors are bit for
     bit those of a whole run -> the second part's globals."""
     whole, part = tmp_path / "whole", tmp_path / "part"
-    train(*flags, f"--out_dir={whole}")
+    train(*flags, out_dir=whole)
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(batch, patch)
-        train(*flags, f"--out_dir={part}", expect="--init_from=resume")
+        train(*flags, out_dir=part, expect="--init_from=resume")
     assert load_ckpt(part)["step"] == batch + 1, "Ctrl-C saves"
     spoil(part / "log.jsonl")
     same = [flag for flag in flags if flag.startswith(("--model=", "--dataset="))]
-    run = train(*same, f"--out_dir={part}", "--init_from=resume")
+    run = train(*same, "--init_from=resume", out_dir=part)
     for key in ("loss", "grad_norm", "lr", "val_loss"):
         assert log_of(part, key) == log_of(whole, key)
     a, b = load_ckpt(whole), load_ckpt(part)
@@ -3936,7 +3938,7 @@ def test_sigkill_at_random_moments_loses_nothing(text_folder, tmp_path):
     flags = [*TINY, f"--dataset={text_folder}", "--max_iters=120", "--eval_interval=2"]
     whole, part = tmp_path / "whole", tmp_path / "part"
     kills = 0
-    train(*flags, f"--out_dir={whole}")
+    train(*flags, out_dir=whole)
     rng = random.Random(0)
     while True:
         again = ["--init_from=resume"] if (part / "ckpt.pt").exists() else []
@@ -3991,8 +3993,8 @@ def test_micro_batches_do_not_change_a_run(tmp_path):
     folder = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "data")
     logs = []
     for batch_size in (4, 1, 3):                               # of 4 rows; not 3 but 2 is taken
-        run = train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=4",
-                    f"--batch_size={batch_size}", "--optimizer=adamw", "--sparse_memory=True")
+        run = train(*TINY, "--max_iters=4", "--optimizer=adamw", "--sparse_memory=True",
+                    dataset=folder, out_dir=tmp_path / "run", batch_size=batch_size)
         logs.append(log_of(tmp_path / "run"))
         assert logs[-1] == approx(logs[0], abs=2e-5)
     assert run["config"]["batch_size"] == 2
@@ -4009,7 +4011,7 @@ def test_two_processes_equal_one(sparse, text_folder, tmp_path):
     flags = [*TINY, f"--dataset={text_folder}", "--optimizer=adamw", "--beta1=0.5",
              f"--sparse_memory={sparse}", "--batch_size=1"]
     for steps, tolerance in ((1, 5e-3), (10, 1e-3)):
-        train(*flags, f"--out_dir={tmp_path / 'one'}", f"--max_iters={steps}")
+        train(*flags, out_dir=tmp_path / "one", max_iters=steps)
         process = torchrun(*flags, f"--out_dir={tmp_path / 'two'}", f"--max_iters={steps}")
         said, _ = process.communicate()
         assert process.returncode == 0, said
@@ -4089,8 +4091,8 @@ def test_muon_trains_any_model(name, text_folder, tmp_path):
     groups are AdamW's as they were."""
     module = sample.load_module(name)
     untied = ["--tied=False"] if "tied" in module.Config.__dataclass_fields__ else []
-    run = train(*TINY, f"--model={name}", f"--dataset={text_folder}", f"--out_dir={tmp_path}",
-                "--max_iters=6", "--optimizer=muon", "--muon_lr=0.03", *untied)
+    run = train(*TINY, "--max_iters=6", "--optimizer=muon", "--muon_lr=0.03", *untied, model=name,
+                dataset=text_folder, out_dir=tmp_path)
     rates = {}
     for o in run["optimizers"]:
         for group in o.param_groups:
@@ -4120,8 +4122,8 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
                for i in range(300)]
     folder = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "data",
                            tokenizer=tokenizer, vocab_size=vocab_size)
-    run = train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=3",
-                "--eval_tokens=330")
+    run = train(*TINY, "--max_iters=3", "--eval_tokens=330", dataset=folder,
+                out_dir=tmp_path / "run")
     x, y = TokenShards(folder, "val", 32).batch(range(10))
     y[y == load_meta(folder)["eot"]] = -1
     with torch.no_grad():
@@ -4209,7 +4211,7 @@ def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monk
 def test_losses_in_bfloat16_are_those_in_float32(tiny, tmp_path):
     logs = []
     for dtype in ("float32", "bfloat16"):
-        tiny("--max_iters=20", "--optimizer=adamw", f"--dtype={dtype}")
+        tiny("--max_iters=20", "--optimizer=adamw", dtype=dtype)
         logs.append(torch.tensor(list(log_of(tmp_path).values())))
     assert 1e-6 < (logs[0] - logs[1]).abs().max() < 0.1
 
@@ -4271,7 +4273,7 @@ def test_step_time_races_a_model_against_its_baseline(text_folder, capsys, monke
 @pytest.fixture(scope="module")
 def finished_run(text_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished")
-    train(*TINY, f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=2")
+    train(*TINY, "--max_iters=2", dataset=text_folder, out_dir=out)
     return out
 
 
@@ -4334,7 +4336,7 @@ def test_train_bad_flags(flags, message, text_folder, tmp_path):
 def test_an_out_dir_that_cannot_be_written_to(tiny, tmp_path):
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/nanomem"):
-        tiny(f"--out_dir={out}", "--max_iters=1", expect=str(out))
+        tiny("--max_iters=1", out_dir=out, expect=str(out))
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -4343,10 +4345,9 @@ def test_two_runs_never_share_an_out_dir(tiny, finished_run, tmp_path):
     before = files_of(tmp_path)
     with prepare_fineweb.lock(tmp_path / "run"):
         for flags in ([], ["--init_from=resume", "--max_iters=4"]):
-            tiny(f"--out_dir={tmp_path / 'run'}", *flags,
-                 expect=f"is in use by the process {os.getpid()}")
+            tiny(*flags, out_dir=tmp_path / "run", expect=f"is in use by the process {os.getpid()}")
     assert files_of(tmp_path) == before
-    tiny(f"--out_dir={tmp_path / 'run'}", "--max_iters=0")
+    tiny("--max_iters=0", out_dir=tmp_path / "run")
 
 
 def test_an_earlier_runs_files_move_aside_together(tiny, finished_run, tmp_path):
@@ -4354,7 +4355,7 @@ def test_an_earlier_runs_files_move_aside_together(tiny, finished_run, tmp_path)
     shutil.copytree(finished_run, run)
     names = ("ckpt.pt", "log.jsonl", "result.json", "loss.png")
     before = {name: (run / name).read_bytes() for name in names}
-    tiny(f"--out_dir={run}", "--max_iters=1", "--seed=5")
+    tiny("--max_iters=1", "--seed=5", out_dir=run)
     for name in names:
         assert (run / f"previous-{name}").read_bytes() == before[name] != (run / name).read_bytes()
 
@@ -4426,7 +4427,7 @@ def test_a_checkpoint_must_be_whole_and_fit_the_model_file(change, message, text
 
 def test_resume_refuses_other_text(finished_run, corpus, tmp_path):
     other = prepare_bytes(corpus, tmp_path / "data")
-    train(f"--dataset={other}", f"--out_dir={finished_run}", "--init_from=resume", "--max_iters=4",
+    train("--init_from=resume", "--max_iters=4", dataset=other, out_dir=finished_run,
           expect="holds other text than the checkpoint was trained on")
 
 
@@ -4435,15 +4436,15 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finish
     shutil.copytree(finished_run, more)
     rng = torch.Generator().manual_seed(5).get_state()
     torch.save({**load_ckpt(finished_run), "rng": rng}, more / "ckpt.pt")
-    train(f"--dataset={text_folder}", f"--out_dir={more}", "--init_from=resume", "--max_iters=4")
+    train("--init_from=resume", "--max_iters=4", dataset=text_folder, out_dir=more)
     assert sorted(log_of(more)) == [1, 2, 3, 4]
     assert torch.equal(load_ckpt(more)["rng"], rng), "the state of the random numbers goes on too"
     flags = [*TINY, f"--dataset={text_folder}", f"--init_from={finished_run}", "--max_iters=1"]
-    train(*flags, f"--out_dir={new}")
+    train(*flags, out_dir=new)
     before = log_of(finished_run, "val_loss")[2]
     assert log_of(new, "val_loss")[0] == approx(before, abs=1e-5)
     for flag, message in (("--depth=2", "has n_layer=1"), ("--memory=lave", "has memory=move")):
-        train(*flags, f"--out_dir={tmp_path / 'x'}", flag, expect=message)
+        train(*flags, flag, out_dir=tmp_path / "x", expect=message)
 
 
 def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(
@@ -4456,11 +4457,9 @@ def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(
     for length, data, *more in ((16, text_folder, "--block_size=16"), (32, text_folder),
                                 (20, task, "--batch_tokens=80")):
         out = tmp_path / str(length)
-        train(*rest, *more, f"--dataset={data}", f"--init_from={finished_run}", f"--out_dir={out}",
-              "--max_iters=1")
+        train(*rest, *more, "--max_iters=1", dataset=data, init_from=finished_run, out_dir=out)
         assert load_ckpt(out)["config"]["block_size"] == length
-    train(f"--dataset={text_folder}", f"--out_dir={tmp_path / '16'}", "--init_from=resume",
-          "--max_iters=2")
+    train("--init_from=resume", "--max_iters=2", dataset=text_folder, out_dir=tmp_path / "16")
     assert sorted(log_of(tmp_path / "16")) == [1, 2]
 
 
@@ -4485,15 +4484,15 @@ PROMPT = "the memory of a "
 def trained(text_folder, tmp_path_factory):
     """The folder of a byte-level MoVE that has seen a little text; its layer 1 sees context."""
     out = tmp_path_factory.mktemp("trained")
-    train(*TINY, "--depth=2", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=40",
-          "--memory_scale=2")
+    train(*TINY, "--depth=2", "--max_iters=40", "--memory_scale=2", dataset=text_folder,
+          out_dir=out)
     return out
 
 
-def run_sample(*flags, stdin=""):
+def run_sample(*flags, stdin="", **more):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        sample.main([str(flag) for flag in flags])
+        sample.main(as_flags(flags, more))
 
 
 def greedy(model, idx, n, **options):
@@ -4548,20 +4547,20 @@ def test_text_comes_as_soon_as_its_bytes_are_whole():
 
 def test_sample_writes_text(trained, capsys):
     flags = ["--max_new_tokens=40", "--temperature=0"]
-    run_sample(f"--out_dir={trained}", f"--prompt={PROMPT}", "--num_samples=2", *flags)
+    run_sample("--num_samples=2", *flags, out_dir=trained, prompt=PROMPT)
     first, second, rest = capsys.readouterr().out.split("\n---------------\n")
     assert first == second and first.startswith(PROMPT) and len(first) >= len(PROMPT) + 40
-    run_sample(f"--out_dir={trained / 'ckpt.pt'}", "--prompt=-", "--num_samples=1", *flags,
+    run_sample("--prompt=-", "--num_samples=1", *flags, out_dir=trained / "ckpt.pt",
                stdin=PROMPT + "\n")
     assert capsys.readouterr().out.startswith(first + "\n")
-    run_sample(f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=5")    # from nothing
+    run_sample("--num_samples=1", "--max_new_tokens=5", out_dir=trained)    # from nothing
 
 
 def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, capsys, monkeypatch):
     drawn = []
     for seed in (1, 1, 2):
-        run_sample(f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=30",
-                   "--temperature=1", f"--seed={seed}")
+        run_sample("--num_samples=1", "--max_new_tokens=30", "--temperature=1", out_dir=trained,
+                   seed=seed)
         drawn.append(capsys.readouterr().out)
     assert drawn[0] == drawn[1] != drawn[2]
     seen = []
@@ -4571,16 +4570,15 @@ def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, capsys, mo
         return iter(torch.tensor([[ord("x")], [256], [ord("y")]]))
     monkeypatch.setattr(sample, "generate", generate)
     for flags, written in (([], "abx"), (["--stop_at_eot=False"], "abx<|endoftext|>y")):
-        run_sample(f"--out_dir={trained}", "--num_samples=1", "--prompt=ab", *flags)
+        run_sample("--num_samples=1", "--prompt=ab", *flags, out_dir=trained)
         assert capsys.readouterr().out.startswith(written + "\n")
         assert seen.pop() == [[256, 97, 98]]
-    run_sample(f"--out_dir={trained}", "--num_samples=1", "--prompt=-", stdin="ab\n\n")
+    run_sample("--num_samples=1", "--prompt=-", out_dir=trained, stdin="ab\n\n")
     assert seen == [[[256, 97, 98, 10]]], "the last newline of stdin is the shell's"
 
 
 def test_inspect_draws_gates(trained):
-    run_sample(f"--out_dir={trained}", "--inspect=True", f"--prompt={PROMPT[:-1]}",
-               "--words=memory,a")
+    run_sample("--inspect=True", "--words=memory,a", out_dir=trained, prompt=PROMPT[:-1])
     assert (trained / "inspect_gates.png").read_bytes()[:4] == b"\x89PNG"
     model, tok, _ = sample.load_model(trained, "cpu")
     ids = [tok.eot] + tok.encode(PROMPT)

@@ -33,8 +33,8 @@ def runs(clustered, tmp_path_factory):
           f"--out_dir={out}/anchor")
     for job, (data, generic, own) in JOBS.items():
         train(*POST, f"--init_from={out}/anchor", "--memory=ffn", "--ranks=4,2", "--frozen=True",
-              f"--generic={generic}", f"--dataset={out}/{data}", "--learning_rate=0.01",
-              "--max_iters=8", f"--out_dir={out}/{job}")
+              f"--dataset={out}/{data}", "--learning_rate=0.01", "--max_iters=8",
+              f"--out_dir={out}/{job}", generic=generic)
     folders = ",".join(f"{out}/{job}" for job in JOBS)
     bank.main(["merge", f"--jobs={folders}", f"--out_dir={out}/merged"])
     return out
@@ -107,7 +107,7 @@ def test_merge_refuses_what_does_not_belong_together_and_to_replace_a_checkpoint
 
 def test_adding_under_a_node_leaves_everything_else_bitwise_as_it_was(runs, tmp_path):
     train(*POST, f"--init_from={runs}/merged", f"--dataset={runs}/data-subtree1", "--frozen=True",
-          "--generic=0", "--learning_rate=0.01", "--max_iters=5", f"--out_dir={tmp_path}")
+          "--generic=0", "--learning_rate=0.01", "--max_iters=5", out_dir=tmp_path)
     new = load_ckpt(tmp_path)["model"]
     moved = {"bank.1.table": [1], "bank.2.table": [2, 3]}
     for key, tensor in load_ckpt(runs / "merged")["model"].items():

@@ -638,8 +638,8 @@ def test_a_task_trains_and_its_accuracy_is_a_result(tmp_path, capsys):
     lengths = [len(re.findall(r"\d+|\S", r["prompt"] + r["answer"])) for r in records["train"]]
     assert load_meta(folder)["block_size"] + 1 == max(lengths) + 2 == tasks.longest(3)
     run = tmp_path / "run"
-    train("--depth=1", f"--dataset={folder}", f"--out_dir={run}", "--max_iters=2",
-          "--batch_tokens=112", "--sample_tokens=0", "--eval_interval=1")
+    train("--depth=1", "--max_iters=2", "--batch_tokens=112", "--sample_tokens=0",
+          "--eval_interval=1", dataset=folder, out_dir=run)
     result = json.loads((run / "result.json").read_text())
     assert result["accuracy"] == result["curve"][2]["accuracy"] == log_of(run, "accuracy")[2]
     assert f"accuracy {result['accuracy']:.3f}" in capsys.readouterr().out
@@ -814,9 +814,9 @@ def test_domains_are_two_folders_and_evaluations_give_both_losses(texts, tmp_pat
     common = ["--model=midus", *TINY, "--depth=2", "--max_iters=3", "--eval_tokens=1000000",
               "--learning_rate=0.01"]
     base, grown = tmp_path / "base", tmp_path / "grown"
-    train(*common, "--dense=True", f"--dataset={old}", f"--out_dir={base}")
-    train(*common, "--upscale=midus", "--phase=cpt", "--n_keys=8", f"--dataset={folder}",
-          f"--init_from={base}", f"--out_dir={grown}")
+    train(*common, "--dense=True", dataset=old, out_dir=base)
+    train(*common, "--upscale=midus", "--phase=cpt", "--n_keys=8", dataset=folder, init_from=base,
+          out_dir=grown)
     before, result = (json.loads((run / "result.json").read_text()) for run in (base, grown))
     for key in ("loss", "bpb"):                                # of other batches: but for rounding
         first = result["curve"][0]
@@ -919,7 +919,7 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
     size = ["--depth=1", f"--dataset={facts_folder[0]}", "--max_iters=1", "--batch_tokens=512",
             "--eval_tokens=512", "--sample_tokens=0", "--n_embd=32", "--n_head=2"]
     for model, own in (("lime", []), ("hiermem", ["--ranks=4,2"])):
-        train(f"--model={model}", *size, *own, f"--out_dir={tmp_path / model}")
+        train(*size, *own, model=model, out_dir=tmp_path / model)
         result = json.loads((tmp_path / model / "result.json").read_text())
         assert f"recall {result['recall']:.4f}" in capsys.readouterr().out
     found = analyse("retrieval", tmp_path / "hiermem")
@@ -1043,7 +1043,7 @@ def analysed(tmp_path_factory):
         (folder / f"{'val' if i < 2 else 'train'}-{i}.txt").write_text(" ".join(words))
     data = prepare(source=str(folder), tokenizer="bpe", vocab_size=300, out=str(folder / "data"),
                    workers=1)
-    train(*TINY, f"--dataset={data}", f"--out_dir={folder / 'run'}", "--max_iters=1")
+    train(*TINY, "--max_iters=1", dataset=data, out_dir=folder / "run")
     rows = [{"sentence_good": f"it is {word}", "sentence_bad": f"it are {word}"}
             for word in ("here", "there", "one", "they", "it")]
     for task in analysis.BLIMP:
@@ -1160,9 +1160,8 @@ def test_importance_takes_the_other_models_too(name):
 @pytest.fixture(scope="module")
 def grown_run(midus_run, text_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("midus") / "cpt"
-    train("--model=midus", *TINY, "--depth=2", f"--dataset={text_folder}", "--max_iters=4",
-          "--upscale=midus", "--phase=cpt", "--n_keys=8", f"--init_from={midus_run}",
-          f"--out_dir={out}")
+    train("--model=midus", *TINY, "--depth=2", "--max_iters=4", "--upscale=midus", "--phase=cpt",
+          "--n_keys=8", dataset=text_folder, init_from=midus_run, out_dir=out)
     return out
 
 
