@@ -1623,6 +1623,13 @@ def make(name="move", dtype=torch.float32, randomize=True, seed=0, **switches):
     return model.to(dtype)
 
 
+def on_meta(name, preset="", **fields):
+    """A model of a paper's size, without its numbers."""
+    module = sample.load_module(name)
+    with torch.device("meta"):
+        return module.Model(module.Config(**{**module.PRESETS.get(preset, {}), **fields}))
+
+
 def optimizers_of(model, lr=1e-2):
     """What train.py would take for the model's groups."""
     kinds = {"adamw": [], "sparse": [], "rows": []}
@@ -1921,16 +1928,9 @@ MOVE_COUNTS = [                                                # preset, memory,
 ]
 
 
-def paper_move(preset, memory, scale):
-    fields = model_move.PRESETS[preset]
-    config = model_move.Config(**fields, memory=memory, memory_scale=scale)
-    with torch.device("meta"):
-        return model_move.Model(config)
-
-
 @parametrize("preset, memory, scale, total", MOVE_COUNTS)
 def test_move_parameter_counts(preset, memory, scale, total):
-    model = paper_move(preset, memory, scale)
+    model = on_meta("move", preset, memory=memory, memory_scale=scale)
     c = model.config
     counts = model.param_counts()
     assert counts["total"] == total
@@ -2094,10 +2094,10 @@ def test_move_reads_the_bank_once_a_forward(monkeypatch):
     ("d12", 1, 0.32), ("d12", 2, 0.59), ("d12", 4, 1.13), ("d12", 8, 2.21), ("d32", 2, 1.84)])
 def test_move_overhead_is_the_papers_equation_10(preset, scale, percent):
     """FLOPs that MoVE adds to the blocks: H(M+1) / (12d + 2T). The paper prints 1.8% for D32."""
-    plain = paper_move(preset, "none", scale)
+    plain = on_meta("move", preset, memory="none")
     flops = plain.flops_per_token()
     blocks = flops - 6 * plain.head.weight.numel()
-    added = paper_move(preset, "move", scale).flops_per_token() - flops
+    added = on_meta("move", preset, memory_scale=scale).flops_per_token() - flops
     assert round(100 * added / blocks, 2) == percent
 
 
@@ -2139,21 +2139,16 @@ LIME_ROUTERS = ["static", "average", "last-2", "first-1", "first-1-prev", "dilat
 every_router = parametrize("router", LIME_ROUTERS)
 
 
-def paper_lime(preset, **switches):
-    with torch.device("meta"):
-        return model_lime.Model(model_lime.Config(**model_lime.PRESETS[preset], **switches))
-
-
 @parametrize("preset", LIME_COUNTS)
 def test_lime_parameter_counts(preset):
     columns = [dict(router="none"), dict(), dict(baseline="denseformer"), dict(baseline="hyper")]
     for total, column in zip(LIME_COUNTS[preset], columns):
-        assert paper_lime(preset, **column).param_counts()["total"] == total
+        assert on_meta("lime", preset, **column).param_counts()["total"] == total
 
 
 def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active():
     llama, lime = LIME_COUNTS["150m"]
-    assert paper_lime("150m").param_counts()["memory"] == lime - llama
+    assert on_meta("lime", "150m").param_counts()["memory"] == lime - llama
     tied = make("lime").param_counts()
     untied = make("lime", tied=False).param_counts()
     assert tied["active"] == tied["total"]
@@ -2162,8 +2157,8 @@ def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active
 
 @parametrize("preset, gmacs", [("1b_gqa", 2.265), ("1b_mha", 36.24)])
 def test_lime_routing_costs_what_table_13_says(preset, gmacs):
-    lime = paper_lime(preset).flops_per_token()
-    llama = paper_lime(preset, router="none").flops_per_token()
+    lime = on_meta("lime", preset).flops_per_token()
+    llama = on_meta("lime", preset, router="none").flops_per_token()
     added = (lime - llama) / 6 * 2048                          # of 2,048 tokens
     assert added / 1e9 == approx(gmacs, rel=5e-4)
 
@@ -2636,16 +2631,11 @@ def test_ultramem_appendix_start_has_the_variance_of_the_ffn(m, value_dim, pre_v
     assert ffn.std().item() == approx(eq25 / 1.8, rel=0.1)
 
 
-def ultramem_on_meta(**fields):
-    with torch.device("meta"):
-        return model_ultramem.Model(model_ultramem.Config(**fields))
-
-
 @parametrize("memory, value_rate", [("ultramemv2", None), ("memory+", 1e-3)])
 def test_ultramem_rates_grow_below_width_768_and_memory_plus_keeps_its_values_constant(
         memory, value_rate):
     for width, more in ((384, 2), (1536, 1)):
-        model = ultramem_on_meta(n_layer=5, n_embd=width, memory=memory, value_lr=4)
+        model = on_meta("ultramem", n_layer=5, n_embd=width, memory=memory, value_lr=4)
         rest, values = model.param_groups("adamw", 3e-4, 0.1)
         rate = approx(3e-4 * more)
         assert rest["lr"] == rate and values["lr"] == (value_rate or rate)
@@ -2667,7 +2657,7 @@ ULTRAMEM_PAPER = {     # Table 10: total (billions), active (millions); ours, wh
 @parametrize("preset, paper", ULTRAMEM_PAPER.items())
 def test_ultramem_parameter_counts(preset, paper):
     """The paper counts a tied embedding as active, not in the total; of untied ones neither."""
-    model = ultramem_on_meta(**model_ultramem.PRESETS[preset])
+    model = on_meta("ultramem", preset)
     counts, c = model.param_counts(), model.config
     embed = c.vocab_size * c.n_embd
     total, active = counts["total"] - embed, counts["active"]
@@ -2685,8 +2675,8 @@ def test_ultramem_parameter_counts(preset, paper):
 def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default(depth):
     counts = {}
     for memory in ("none", *model_ultramem.MEMORIES):
-        model = ultramem_on_meta(n_layer=depth, n_embd=64 * depth, vocab_size=4096, n_head=depth,
-                                 memory=memory)
+        model = on_meta("ultramem", n_layer=depth, n_embd=64 * depth, vocab_size=4096,
+                        n_head=depth, memory=memory)
         counts[memory] = model.param_counts()
         saved = vars(model.config)
         assert vars(model_ultramem.Config(**saved)) == saved, "as a checkpoint has them"
@@ -2702,7 +2692,7 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
 def test_ultramem_layers_share_tables_as_in_table_7():
     def first_tables(share, g):
         """The first of the g tables that each of 24 layers picks from."""
-        model = ultramem_on_meta(n_layer=24, n_keys=4, top_k=4, share=f"{share}:{g}")
+        model = on_meta("ultramem", n_layer=24, n_keys=4, top_k=4, share=f"{share}:{g}")
         return [block.memory.offset // 16 for block in model.blocks]
 
     assert first_tables("ring", 4) == [*range(24)]             # the paper's, a layer later
@@ -2890,15 +2880,11 @@ BASE_8B = 8_030_261_248
     ("llama3.1_8b", dict(memory="ultramem"), BASE_8B + 1_291_913_216),
 ], ids=str)
 def test_midus_parameter_counts(preset, fields, total):
-    with torch.device("meta"):
-        model = model_midus.Model(
-            model_midus.Config(**{**model_midus.PRESETS[preset], **fields}))
-    assert model.param_counts()["total"] == total
+    assert on_meta("midus", preset, **fields).param_counts()["total"] == total
 
 
 def test_midus_slots_and_what_a_token_touches():
-    with torch.device("meta"):
-        model = model_midus.Model(model_midus.Config(**model_midus.PRESETS["llama3.1_8b"]))
+    model = on_meta("midus", "llama3.1_8b")
     assert 16 * 32 * model.inserted[0].memory.retrieve.n_slots == 2_097_152
     counts = model.param_counts()
     idle = 16 * 128 * (4096 - 32 * 4) + 128255 * 4096          # 32 heads read 4 rows of V each
@@ -3210,23 +3196,17 @@ def test_midus_proposition_2_the_gap_of_a_shared_bank():
     assert_close(shared_fit(A, Y), Pi @ Y.mean(0))
 
 
-@parametrize("scale", [0.0, 1e-3, 1.0])
-def test_midus_proposition_3_the_excess_of_hive_is_at_most_half_rho_epsilon(scale):
-    A, said, Pi, noise = midus_retrieval()
+@parametrize("same, scale", [(True, 0.0), (False, 1e-3), (False, 1.0)])
+def test_midus_proposition_3_and_theorem_1_hives_excess_is_at_most_half_rho_epsilon(same, scale):
+    A, said, Pi, noise = midus_retrieval(same)
     R = scale * torch.randn(3, 9, 4, dtype=torch.float64)
     Y = said + A @ R + noise - Pi @ noise                      # V W_h + R_h is head h's optimum
     excess = midus_loss(said, Y) - midus_loss(Pi @ Y, Y)
     assert_close(excess, midus_loss(A @ R, 0), atol=1e-10, rtol=1e-8)
     rho = torch.linalg.matrix_norm(A, 2).max() ** 2
     assert excess <= rho * midus_loss(R, 0) + 1e-10
-
-
-def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_has_not():
-    A, said, Pi, noise = midus_retrieval(same=True)
-    Y = said + noise - Pi @ noise
-    hive = midus_loss(said, Y)
-    assert_close(hive, midus_loss(Pi @ Y, Y))
-    assert midus_loss(shared_fit(A, Y), Y) > hive + 1
+    if same:                                                   # which a shared bank cannot
+        assert midus_loss(shared_fit(A, Y), Y) > midus_loss(said, Y) + 1
 
 
 @pytest.mark.parametrize("fields, message", [
@@ -3384,11 +3364,8 @@ TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
      2_363_008, 236_544, 5_505_024),
 ])
 def test_hiermem_parameter_counts(preset, fields, anchor, fetched, bank):
-    fields = {**model_hiermem.PRESETS.get(preset, {}), **fields}
-    with torch.device("meta"):
-        model = model_hiermem.Model(model_hiermem.Config(**fields))
-        dense = model_hiermem.Model(model_hiermem.Config(**{**fields, "memory": "none"}))
-    counts, alone = model.param_counts(), dense.param_counts()
+    counts = on_meta("hiermem", preset, **fields).param_counts()
+    alone = on_meta("hiermem", preset, **fields, memory="none").param_counts()
     assert alone["total"] == anchor == counts["total"] - counts["memory"] - counts["generic"]
     assert (counts["generic"], counts["memory"]) == (fetched, bank)
     assert counts["active"] == alone["active"] + fetched
@@ -3571,9 +3548,7 @@ def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
 
 
 def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
-    config = model_hiermem.Config(**{**SIZE, **TREE, "bank_device": "cpu"})
-    with torch.device("meta"):
-        model = model_hiermem.Model(config)
+    model = on_meta("hiermem", **{**SIZE, **TREE}, bank_device="cpu")
     assert model.bank["1"].table.is_meta, "no memory before it is needed"
     model.to_empty(device="meta")                              # stands in for an accelerator
     table = model.bank["1"].table
@@ -3731,23 +3706,6 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
         said()
     with pytest.raises(ValueError, match="no retriever.npz in .*nowhere"):
         model_hiermem.find_retriever(model_hiermem.Config(), ["nowhere"], "")
-
-
-@parametrize("kind, rope", [
-    ("qwen2", None), ("llama", dict(rope_theta=5e5, rope_type="llama3", factor=8.0,
-                                    low_freq_factor=1.0, high_freq_factor=4.0,
-                                    original_max_position_embeddings=8))])
-def test_hiermem_hugging_face_anchors(kind, rope, tmp_path):
-    theirs, path = write_llama(tmp_path / "hf", kind, rope_parameters=rope)
-    idx, ckpt = some_tokens(2, 20), sample.load_hugging_face(path, model_hiermem)
-    fields = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
-    begun = model_hiermem.start(path, ckpt, fields)
-    grown = model_hiermem.Model(model_hiermem.Config(**begun["model_config"]))
-    grown.init_weights()
-    grown.load_state_dict(grown.state_dict() | begun["model"])
-    logits = grown(idx, leaf=torch.tensor([1, 5]))[0]
-    assert_close(logits, theirs(idx).logits, atol=1e-4, rtol=1e-4)
-    assert (grown.config.eot, grown.config.retriever) == (-1, "x")
 
 
 @pytest.mark.parametrize("have, fields, message", [
@@ -4655,30 +4613,41 @@ LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_fa
               original_max_position_embeddings=16, rope_theta=10000.0)
 
 
-@parametrize("kind, fields", [
-    ("llama", dict(tie_word_embeddings=True)), ("qwen2", dict(tie_word_embeddings=True)),
-    ("llama", dict(tie_word_embeddings=False, rms_norm_eps=1e-3, shard="15KB")),
-    ("llama", dict(num_key_value_heads=4, rope_parameters=LLAMA3)),
-    ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=500.0))),
+HIER_START = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
+
+
+@parametrize("name, kind, fields", [
+    ("midus", "llama", dict(tie_word_embeddings=True)),
+    ("midus", "qwen2", dict(tie_word_embeddings=True)),
+    ("midus", "llama", dict(tie_word_embeddings=False, rms_norm_eps=1e-3, shard="15KB")),
+    ("midus", "llama", dict(num_key_value_heads=4, rope_parameters=LLAMA3)),
+    ("midus", "llama", dict(rope_parameters=dict(rope_type="default", rope_theta=500.0))),
+    ("hiermem", "qwen2", dict()), ("hiermem", "llama", dict(rope_parameters=LLAMA3)),
 ], ids=str)
-def test_hugging_face_logits_equal_transformers(kind, fields, tmp_path):
+def test_hugging_face_logits_equal_transformers(name, kind, fields, tmp_path):
     theirs, path = write_llama(tmp_path / "hf", kind, **fields)
     assert len(list(path.glob("*.safetensors"))) > ("shard" in fields)
-    module = sample.load_module("midus")
-    found, idx = sample.load_hugging_face(path, module), some_tokens(2, 60)
+    module, idx = sample.load_module(name), some_tokens(2, 60)
+    found = sample.load_start(path, module, HIER_START if name == "hiermem" else {})
     ours = module.Model(module.Config(**found["model_config"])).eval()
-    ours.load_state_dict(found["model"])
+    state = found["model"]
+    if name == "hiermem":
+        ours.init_weights()
+        state = ours.state_dict() | state
+    ours.load_state_dict(state)
     with torch.no_grad():
         wanted = theirs(idx).logits
         assert_close(ours(idx)[0], wanted, atol=2e-5, rtol=1e-5)
     assert wanted.std() > 0.5 and ours.config.qkv_bias == (kind == "qwen2")
-    if "rope_parameters" in fields and fields["rope_parameters"] is LLAMA3:
+    if name == "hiermem":
+        assert (ours.config.eot, ours.config.retriever) == (-1, "x")
+    elif fields.get("rope_parameters") is LLAMA3:
         config = json.loads((path / "config.json").read_text())          # as older files spell it
         rope = config.pop("rope_parameters")
         config |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
         (path / "config.json").write_text(json.dumps(config))
-        assert sample.load_hugging_face(path, module)["model_config"] == found["model_config"]
-        assert ours.config.rope_scaling == "32:1:4:16"
+        again = sample.load_hugging_face(path, module)["model_config"]
+        assert again == found["model_config"] and ours.config.rope_scaling == "32:1:4:16"
 
 
 def damage_llama(path, damage):
