@@ -1528,82 +1528,56 @@ def test_bf16_speedup_takes_the_best_of_turns(seconds, wanted, monkeypatch):
 
 VARIANTS = {                                                   # each file's main switches
     "move": [
-        dict(),
-        dict(memory="none"),
-        dict(memory="lave"),
-        dict(n_kv_head=1),
-        dict(memory="lave", memory_scale=2, gate_v=1),
-        dict(memory_scale=2, gate_v=0),
-        dict(attention="mla"),
-        dict(attention="mla", memory="lave"),
-        dict(sparse_memory=True),
-        dict(attention="mla", memory="none", n_kv_head=1),
+        "", "memory=none", "memory=lave", "n_kv_head=1", "memory=lave memory_scale=2 gate_v=1",
+        "memory_scale=2 gate_v=0", "attention=mla", "attention=mla memory=lave",
+        "sparse_memory=True", "attention=mla memory=none n_kv_head=1",
     ],
     "lime": [
-        dict(),
-        dict(router="none"),
-        dict(router="average"),
-        dict(router="last-2"),
-        dict(router="first-1"),
-        dict(router="dilated-2"),
-        dict(router="no-head-mix"),
-        dict(router="per-dim"),
-        dict(router="dynamic"),
-        dict(n_kv_head=1, tied=False),
-        dict(baseline="denseformer"),
-        dict(baseline="hyper"),
+        "", "router=none", "router=average", "router=last-2", "router=first-1", "router=dilated-2",
+        "router=no-head-mix", "router=per-dim", "router=dynamic", "n_kv_head=1 tied=False",
+        "baseline=denseformer", "baseline=hyper",
     ],
     "ultramem": [
-        dict(),
-        dict(memory="none"),
-        dict(n_keys=12, top_k=4, share="ring:2", sparse_memory=True),
-        dict(n_keys=12, top_k=4, heads=2, rank_queries=0, pre_value_dim=0),
-        dict(n_keys=12, top_k=4, memory_layers="0,2", virtual=4, tied=False),
-        dict(memory="ultramem", n_keys=12, top_k=4, memory_layers="0:1/1:2"),
-        dict(memory="ultramem", n_keys=12, top_k=4, memory_layers="all", share="noring:2"),
-        dict(memory="pkm", n_keys=12, top_k=4),
-        dict(memory="memory+", n_keys=12, top_k=4, sparse_memory=True),
-        dict(memory="peer", n_keys=12, heads=1, top_k=2),
-        dict(memory="moe", n_keys=6, top_k=2),
+        "", "memory=none", "n_keys=12 top_k=4 share=ring:2 sparse_memory=True",
+        "n_keys=12 top_k=4 heads=2 rank_queries=0 pre_value_dim=0",
+        "n_keys=12 top_k=4 memory_layers=0,2 virtual=4 tied=False",
+        "memory=ultramem n_keys=12 top_k=4 memory_layers=0:1/1:2",
+        "memory=ultramem n_keys=12 top_k=4 memory_layers=all share=noring:2",
+        "memory=pkm n_keys=12 top_k=4", "memory=memory+ n_keys=12 top_k=4 sparse_memory=True",
+        "memory=peer n_keys=12 heads=1 top_k=2", "memory=moe n_keys=6 top_k=2",
     ],
     "midus": [
-        dict(),
-        dict(upscale="base", tied=False, qkv_bias=True, n_kv_head=1, rope_scaling="8:1:4:8"),
-        dict(placement="top-heavy", inserted=2, r=5, top_k=3, n_keys=6),
-        dict(memory="linear", n_keys=8),
-        dict(memory="pkm", n_keys=8),
-        dict(memory="ultramem", n_keys=8),
-        dict(queries="batch_norm", n_keys=8),
-        dict(queries="layer_norm", n_keys=8),
-        dict(queries="residual", n_keys=8),
-        dict(queries="out_proj", n_keys=8),
-        dict(upscale="llama_pro"),
-        dict(upscale="solar"),
+        "", "upscale=base tied=False qkv_bias=True n_kv_head=1 rope_scaling=8:1:4:8",
+        "placement=top-heavy inserted=2 r=5 top_k=3 n_keys=6", "memory=linear n_keys=8",
+        "memory=pkm n_keys=8", "memory=ultramem n_keys=8", "queries=batch_norm n_keys=8",
+        "queries=layer_norm n_keys=8", "queries=residual n_keys=8", "queries=out_proj n_keys=8",
+        "upscale=llama_pro", "upscale=solar",
     ],
     "hiermem": [
-        dict(),
-        dict(memory="none"),
-        dict(memory="lora_qk"),
-        dict(memory="lora_vo", eot=7),
-        dict(memory="lora_ffn", tied=False),
-        dict(memory="kv", eot=7),
-        dict(clusters="2,3,2", ranks="0,5,4", memory_layers="late", sparse_memory=False),
-        dict(n_kv_head=1, head_dim=8, qkv_bias=True, qk_norm=False, rope_scaling="8:1:4:8"),
+        "", "memory=none", "memory=lora_qk", "memory=lora_vo eot=7", "memory=lora_ffn tied=False",
+        "memory=kv eot=7", "clusters=2,3,2 ranks=0,5,4 memory_layers=late sparse_memory=False",
+        "n_kv_head=1 head_dim=8 qkv_bias=True qk_norm=False rope_scaling=8:1:4:8",
     ],
 }
 OURS = [*VARIANTS]
 for path in sorted(ROOT.glob("model_*.py")):                   # yours are tested like the others
     yours = sample.load_module(path.stem[6:])
-    VARIANTS.setdefault(path.stem[6:], [dict(), yours.DENSE])
+    dense = " ".join(f"{key}={value}" for key, value in yours.DENSE.items())
+    VARIANTS.setdefault(path.stem[6:], ["", dense])
 SIZE = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=61, block_size=16)
 
 
-def case(name, switches):
-    label = "-".join(f"{key}={value}" for key, value in switches.items())
-    return pytest.param(name, switches, id=f"{name}-{label or 'default'}")
+def typed(name, flags):
+    """Flags as on a command line, of the types of the Config's defaults."""
+    defaults = vars(sample.load_module(name).Config())
+    return configure([f"--{flag}" for flag in flags.split()], defaults)[0]
 
 
-CASES = [case(name, switches) for name, rows in VARIANTS.items() for switches in rows]
+def case(name, flags=""):
+    return pytest.param(name, typed(name, flags), id=f"{name}-{flags or 'default'}")
+
+
+CASES = [case(name, flags) for name, rows in VARIANTS.items() for flags in rows]
 every_case = parametrize("name, switches", CASES)
 every_model = parametrize("name", VARIANTS)
 
@@ -1697,25 +1671,25 @@ def test_cache_equals_full_forward(name, switches):
         model(idx[:, :1], cache=cache)
 
 
-@parametrize("name, switches, numbers", [                      # of one token in one layer
-    ("move", dict(), 2 * 2 * 16), ("move", dict(memory="none"), 2 * 2 * 16),
-    ("move", dict(attention="mla"), 2), ("move", dict(attention="mla", memory="none"), 2),
-    ("lime", dict(), 2 * 2 * 16), ("lime", dict(router="per-dim"), 2 * 2 * 16),
-    ("lime", dict(router="none"), 2 * 2 * 16), ("lime", dict(n_head=4, n_kv_head=2), 2 * 2 * 8),
-])
-def test_caches_have_the_size_of_plain_attention(name, switches, numbers):
+@parametrize("name, switches", [
+    case("move"), case("move", "memory=none"), case("move", "attention=mla"),
+    case("move", "attention=mla memory=none"), case("lime"), case("lime", "router=per-dim"),
+    case("lime", "router=none"), case("lime", "n_head=4 n_kv_head=2")])
+def test_caches_have_the_size_of_plain_attention(name, switches):
     model = make(name, **switches)
-    cache = model.new_cache(1, 10)
+    cache, c = model.new_cache(1, 10), model.config
     model(some_tokens(1, 4), cache=cache)
-    assert sum(t.numel() for t in cache.store.values()) == 3 * 10 * numbers
+    one = 2 * c.n_kv_head * c.head_dim                         # of a token in a layer: k and v
+    if switches.get("attention") == "mla":                     # d_c of d_h / 32, at least 1, a head
+        one = 2
+    assert sum(t.numel() for t in cache.store.values()) == 3 * 10 * one
 
 
 @parametrize("name, switches", [
-    case("move", dict()), case("move", dict(memory="lave")),
-    case("ultramem", dict(n_keys=12, top_k=4, share="ring:2")),
-    case("ultramem", dict(n_keys=12, top_k=4, memory="ultramem", memory_layers="0:1/1:2")),
-    case("ultramem", dict(n_keys=12, top_k=4, memory="memory+")),
-    case("ultramem", dict(n_keys=12, top_k=4, memory="peer"))])
+    case("move"), case("move", "memory=lave"), case("ultramem", "n_keys=12 top_k=4 share=ring:2"),
+    case("ultramem", "n_keys=12 top_k=4 memory=ultramem memory_layers=0:1/1:2"),
+    case("ultramem", "n_keys=12 top_k=4 memory=memory+"),
+    case("ultramem", "n_keys=12 top_k=4 memory=peer")])
 def test_sparse_gradients_are_the_dense_ones_on_the_touched_rows(name, switches):
     """Of two micro-batches."""
     grads = []
@@ -1805,9 +1779,9 @@ def plain_linear_cross_entropy(x, weight, targets, softcap=0.0):
 
 
 @parametrize("name, switches", [
-    *CASES, case("midus", dict(phase="cpt")),                  # what is frozen costs less
-    case("midus", dict(phase="cpt", placement="top-heavy"))])
+    *CASES, case("midus", "phase=cpt"), case("midus", "phase=cpt placement=top-heavy")])
 def test_flops_per_token_against_torch(name, switches, monkeypatch):
+    """What is frozen costs less."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
     model = make(name, **{k: v for k, v in switches.items() if k != "sparse_memory"})
@@ -2056,12 +2030,12 @@ def assert_equal_with_gradients(model, logits, want, idx):
 
 
 @parametrize("switches", [
-    dict(), dict(n_head=4, n_kv_head=2), dict(gate_v=0, memory_scale=2), dict(memory="lave"),
-    dict(attention="mla"), dict(attention="mla", memory="lave", gate_v=1)], ids=str)
+    "", "n_head=4 n_kv_head=2", "gate_v=0 memory_scale=2", "memory=lave", "attention=mla",
+    "attention=mla memory=lave gate_v=1"])
 def test_move_equals_its_equations_written_as_loops(switches):
     """The gradients, too: the bank's is a sum over all layers."""
     idx = some_tokens(1, 7)
-    model = make(dtype=torch.float64, **switches)
+    model = make(dtype=torch.float64, **typed("move", switches))
     want = slow_move(model, idx[0])
     assert_equal_with_gradients(model, model(idx)[0][0], want, idx[0])
 
@@ -2221,12 +2195,12 @@ def slow_lime(model, tokens):
 
 
 @parametrize("switches", [
-    *[dict(router=router) for router in LIME_ROUTERS],
-    dict(n_head=4, n_kv_head=2, n_embd=16),
-    dict(router="none", norm_eps=0.5, rope_base=50.0),
-], ids=str)
+    *[f"router={router}" for router in LIME_ROUTERS],
+    "n_head=4 n_kv_head=2 n_embd=16",
+    "router=none norm_eps=0.5 rope_base=50.0",
+])
 def test_lime_equals_its_equations_written_as_loops(switches):
-    fields = {"n_embd": 8, "n_inner": 8, **switches}
+    fields = dict(n_embd=8, n_inner=8) | typed("lime", switches)
     idx = some_tokens(1, 4)
     model = make("lime", dtype=torch.float64, **fields)
     want = slow_lime(model, idx[0])
@@ -2347,9 +2321,9 @@ def test_lime_compiles_without_graph_breaks_and_keeps_its_memory_bound():
 
 @parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
 @parametrize("switches", [
-    dict(router="dynamic", tied=False), dict(baseline="hyper"), dict(baseline="denseformer")])
+    "router=dynamic tied=False", "baseline=hyper", "baseline=denseformer"])
 def test_lime_routers_learn_and_decay_as_they_are_told_to(switches, lr, decay):
-    model = make("lime", router_lr=lr, router_decay=decay, **switches)
+    model = make("lime", router_lr=lr, router_decay=decay, **typed("lime", switches))
     for name, group in groups_by_name(model, "adamw", 1e-3, 0.1):
         still = ("embed", "head", "norm", "static", ".router.")
         want = (1e-3, 0.0 if any(part in name for part in still) else 0.1)
@@ -2497,19 +2471,19 @@ def slow_ultramem(memory, x, tables, which):
 
 
 @parametrize("layer, which, switches", [
-    (1, [0], dict()),
-    (1, [0], dict(heads=2, rank_queries=0, pre_value_dim=0)),
-    (1, [0], dict(virtual=4)),
-    (1, [0], dict(virtual=4, projectors=4, rank_queries=0)),
-    (2, [2, 0], dict(share="ring:2")),
-    (2, [1, 2], dict(share="noring:2", n_keys=4)),
-    (1, [0, 1, 2], dict(share="block:3")),
-    (1, [0], dict(memory="ultramem", memory_layers="all")),
-    (0, [0], dict(memory="ultramem", memory_layers="all", pre_value_dim=4, heads=1)),
+    (1, [0], ""),
+    (1, [0], "heads=2 rank_queries=0 pre_value_dim=0"),
+    (1, [0], "virtual=4"),
+    (1, [0], "virtual=4 projectors=4 rank_queries=0"),
+    (2, [2, 0], "share=ring:2"),
+    (2, [1, 2], "share=noring:2 n_keys=4"),
+    (1, [0, 1, 2], "share=block:3"),
+    (1, [0], "memory=ultramem memory_layers=all"),
+    (0, [0], "memory=ultramem memory_layers=all pre_value_dim=4 heads=1"),
 ], ids=str)
 def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(
         layer, which, switches):
-    fields = {**dict(n_keys=5, top_k=4, value_dim=12), **switches}
+    fields = dict(n_keys=5, top_k=4, value_dim=12) | typed("ultramem", switches)
     model = make("ultramem", torch.float64, **fields).eval()
     model.begin_step(0, 1)
     memory = model.blocks[layer].memory
@@ -2843,9 +2817,9 @@ def midus_base(dtype=torch.float32, seed=0, **fields):
     return base.to(dtype)
 
 
-def midus_grown(method="midus", base=None, **fields):
+def midus_grown(upscale="midus", base=None, **fields):
     fields = {"n_keys": 5, "top_k": 3, "inserted": 3, **fields}
-    return model_midus.upscale(base or midus_base(), method, **fields)
+    return model_midus.upscale(base or midus_base(), upscale, **fields)
 
 
 def midus_rotary(model, length):
@@ -2869,18 +2843,18 @@ BASE_8B = 8_030_261_248
 
 
 @parametrize("preset, fields, total", [
-    ("llama3.2_1b", dict(), 1_290_356_736),
-    ("llama3.2_1b", dict(upscale="base"), BASE_1B),
-    ("llama3.2_1b", dict(upscale="lesa"), BASE_1B + 486_572_032),
-    ("llama3.1_8b", dict(), BASE_8B + 423_690_240),
-    ("llama3.1_8b", dict(upscale="base"), BASE_8B),
-    ("llama3.1_8b", dict(upscale="llama_pro"), BASE_8B + 3_489_792_000),
-    ("llama3.1_8b", dict(memory="linear"), BASE_8B + 1_476_460_544),
-    ("llama3.1_8b", dict(memory="pkm"), BASE_8B + 1_212_219_392),
-    ("llama3.1_8b", dict(memory="ultramem"), BASE_8B + 1_291_913_216),
-], ids=str)
+    ("llama3.2_1b", "", 1_290_356_736),
+    ("llama3.2_1b", "upscale=base", BASE_1B),
+    ("llama3.2_1b", "upscale=lesa", BASE_1B + 486_572_032),
+    ("llama3.1_8b", "", BASE_8B + 423_690_240),
+    ("llama3.1_8b", "upscale=base", BASE_8B),
+    ("llama3.1_8b", "upscale=llama_pro", BASE_8B + 3_489_792_000),
+    ("llama3.1_8b", "memory=linear", BASE_8B + 1_476_460_544),
+    ("llama3.1_8b", "memory=pkm", BASE_8B + 1_212_219_392),
+    ("llama3.1_8b", "memory=ultramem", BASE_8B + 1_291_913_216),
+])
 def test_midus_parameter_counts(preset, fields, total):
-    assert on_meta("midus", preset, **fields).param_counts()["total"] == total
+    assert on_meta("midus", preset, **typed("midus", fields)).param_counts()["total"] == total
 
 
 def test_midus_slots_and_what_a_token_touches():
@@ -2893,21 +2867,21 @@ def test_midus_slots_and_what_a_token_touches():
 
 
 @parametrize("fields, firsts, apart", [            # of 24 blocks, of 48 blocks
-    (dict(), (1, 1), 3),
-    (dict(placement="top-heavy"), (8, 16), 2),
-    (dict(placement="bottom-heavy"), (0, 0), 2),
-    (dict(upscale="llama_pro"), (2, 2), 3),
-    (dict(upscale="solar"), (12, 24), 1),
-    (dict(upscale="avg_deus"), (8, 16), 2),
-    (dict(upscale="opt_deus"), (8, 16), 2),
-    (dict(upscale="lesa"), (8, 16), 2),
+    ("", (1, 1), 3),
+    ("placement=top-heavy", (8, 16), 2),
+    ("placement=bottom-heavy", (0, 0), 2),
+    ("upscale=llama_pro", (2, 2), 3),
+    ("upscale=solar", (12, 24), 1),
+    ("upscale=avg_deus", (8, 16), 2),
+    ("upscale=opt_deus", (8, 16), 2),
+    ("upscale=lesa", (8, 16), 2),
 ], ids=str)
 def test_midus_placements_are_appendix_g4(fields, firsts, apart):
     for D, first in zip((8, 16), firsts):
         names = [f"blocks.{i}" for i in range(2 * D)]
         for j in range(D):
             names.insert(first + j * apart, f"inserted.{j}")
-        config = model_midus.Config(n_layer=2 * D, inserted=D, **fields)
+        config = model_midus.Config(n_layer=2 * D, inserted=D, **typed("midus", fields))
         assert model_midus.layout(config) == names
 
 
@@ -2984,14 +2958,14 @@ def test_midus_table_11_structures_make_these_queries(kind):
 
 
 @parametrize("fields", [
-    dict(), dict(placement="top-heavy", memory="pkm"),
-    dict(memory="ultramem"), dict(memory="linear"),
-    dict(queries="batch_norm"), dict(queries="out_proj"),
-    dict(method="llama_pro"), dict(method="opt_deus"),
-], ids=str)
+    "", "placement=top-heavy memory=pkm",
+    "memory=ultramem", "memory=linear",
+    "queries=batch_norm", "queries=out_proj",
+    "upscale=llama_pro", "upscale=opt_deus",
+])
 def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
     base = midus_base().eval()
-    model, idx = midus_grown(base=base, **fields).eval(), some_tokens(2, 14)
+    model, idx = midus_grown(base=base, **typed("midus", fields)).eval(), some_tokens(2, 14)
     with torch.no_grad():
         assert torch.equal(model(idx)[0], base(idx)[0])
         theirs, ours = base.new_cache(2, 14), model.new_cache(2, 14)
@@ -3092,15 +3066,15 @@ def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_ste
 
 
 @parametrize("fields, lowest", [
-    (dict(), 1), (dict(placement="top-heavy"), 3),
-    (dict(method="opt_deus"), 3), (dict(method="avg_deus"), 3),
-    (dict(method="lesa"), 3), (dict(method="llama_pro"), 2),
-    (dict(method="solar", inserted=2), 0), (dict(method="base", inserted=0), 0),
-], ids=str)
+    ("", 1), ("placement=top-heavy", 3),
+    ("upscale=opt_deus", 3), ("upscale=avg_deus", 3),
+    ("upscale=lesa", 3), ("upscale=llama_pro", 2),
+    ("upscale=solar inserted=2", 0), ("upscale=base inserted=0", 0),
+])
 def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
     """Below the lowest block that trains autograd saves no activation, and nothing that is frozen
     gets a gradient."""
-    model, idx = midus_grown(phase="cpt", **fields), some_tokens(2, 15)
+    model, idx = midus_grown(phase="cpt", **typed("midus", fields)), some_tokens(2, 15)
     weights = {p.data_ptr() for p in model.parameters()}
     inside = []                                                # the block that runs
     keepers = set()
@@ -3347,23 +3321,24 @@ TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
 
 
 @parametrize("preset, fields, anchor, fetched, bank", [
-    ("openlm_160m", {}, 163_510_016, 18_063_360, 4_624_220_160),                         # Table 1
-    ("openlm_410m", {}, 411_665_408, 49_545_216, 12_683_575_296),
-    ("openlm_1b", {}, 1_439_893_504, 153_354_240, 21_139_292_160),
-    ("openlm_410m", dict(n_layer=12, ranks="3840,336,6,0"),                              # Table 8
+    ("openlm_160m", "", 163_510_016, 18_063_360, 4_624_220_160),                         # Table 1
+    ("openlm_410m", "", 411_665_408, 49_545_216, 12_683_575_296),
+    ("openlm_1b", "", 1_439_893_504, 153_354_240, 21_139_292_160),
+    ("openlm_410m", "n_layer=12 ranks=3840,336,6,0",                                     # Table 8
      257_475_584, 154_165_248, 6_341_787_648),
-    ("openlm_410m", dict(n_layer=17, ranks="1445,256,8,0"),
+    ("openlm_410m", "n_layer=17 ranks=1445,256,8,0",
      321_721_344, 89_250_816, 6_341_246_976),
-    ("openlm_410m", dict(n_layer=19, ranks="870,226,9,0"),
+    ("openlm_410m", "n_layer=19 ranks=870,226,9,0",
      347_419_648, 64_496_640, 6_341_099_520),
-    ("openlm_410m", dict(n_layer=21, ranks="384,200,10,0"),
+    ("openlm_410m", "n_layer=21 ranks=384,200,10,0",
      373_117_952, 38_320_128, 6_341_787_648),
-    ("openlm_410m", dict(n_layer=22, ranks="264,94,16,0"),
+    ("openlm_410m", "n_layer=22 ranks=264,94,16,0",
      385_967_104, 25_276_416, 6_341_001_216),
-    ("", dict(vocab_size=4096, n_layer=7, n_embd=128, n_head=4),                         # on a CPU
+    ("", "vocab_size=4096 n_layer=7 n_embd=128 n_head=4",                                # on a CPU
      2_363_008, 236_544, 5_505_024),
 ])
 def test_hiermem_parameter_counts(preset, fields, anchor, fetched, bank):
+    fields = typed("hiermem", fields)
     counts = on_meta("hiermem", preset, **fields).param_counts()
     alone = on_meta("hiermem", preset, **fields, memory="none").param_counts()
     assert alone["total"] == anchor == counts["total"] - counts["memory"] - counts["generic"]
@@ -3424,12 +3399,12 @@ def test_hiermem_blocks_start_with_these_standard_deviations(memory, stds):
 
 
 @parametrize("fields, kind, rate", [
-    (dict(), "rows", 1e-3),
-    (dict(sparse_memory=False), "adamw", 1e-3),
-    (dict(memory_lr=0.25), "rows", 0.25e-3),
+    ("", "rows", 1e-3),
+    ("sparse_memory=False", "adamw", 1e-3),
+    ("memory_lr=0.25", "rows", 0.25e-3),
 ])
 def test_hiermem_everything_decays_and_the_bank_learns_by_rows(fields, kind, rate):
-    model = make("hiermem", **fields)
+    model = make("hiermem", **typed("hiermem", fields))
     anchor, bank = model.param_groups("adamw", 1e-3, 0.05)
     assert bank.pop("params") == list(model.bank.parameters())
     assert bank == dict(kind=kind, lr=rate, weight_decay=0.05, schedule=True)

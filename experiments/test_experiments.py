@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from pytest import approx
@@ -361,11 +362,8 @@ def test_verdicts(differences, verdict):
 
 
 def test_the_noise_bound_is_students():
-    for n, quantile in enumerate(runner.T95, 1):               # the density from 0 to it is 0.45
-        x = (np.arange(20000) + .5) / 20000 * quantile
-        density = (1 + x ** 2 / n) ** (-(n + 1) / 2)
-        beta = math.gamma(n / 2) / math.gamma((n + 1) / 2) * math.sqrt(n * math.pi)
-        assert density.mean() * quantile == approx(.45 * beta, abs=1e-4), n
+    freedom = np.arange(len(runner.T95)) + 1                   # two-sided: 5% above, 5% below
+    assert runner.T95 == approx(scipy.stats.t.ppf(0.95, freedom), abs=6e-4)
 
 
 @parametrize("steps, expected", [
