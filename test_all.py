@@ -1567,7 +1567,7 @@ for path in sorted(ROOT.glob("model_*.py")):                   # yours are teste
 SIZE = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=61, block_size=16)
 
 
-def typed(name, flags):
+def typed(name, flags=""):
     """Flags as on a command line, of the types of the Config's defaults."""
     defaults = vars(sample.load_module(name).Config())
     return configure([f"--{flag}" for flag in flags.split()], defaults)[0]
@@ -1833,46 +1833,88 @@ def test_shared_tensors_start_equal_across_variants(name):
 
 # At width 128 and 3 layers, by the end of a tensor's name: the standard deviation, or what all
 # numbers of a vector are; 0: all zero; None: tested elsewhere.
-STARTS = [
-    ("move", dict(attention="mla"), {
-        ("W_O.weight", "down.weight", "W_G.weight", "x0_lambda"): 0, "resid_lambda": 1,
-        "embed.weight": 1, "head.weight": 0.001,
-        ("W_UK.weight", "W_UV.weight"): 4 ** -0.5, "": 128 ** -0.5}),
-    ("lime", dict(), {"norm.weight": 1, "router.R": None, "": 0.02}),
-    ("lime", dict(kv_init=(3 * 128) ** -0.5), {
-        "norm.weight": 1, "router.R": None, ("W_K.weight", "W_V.weight"): (3 * 128) ** -0.5,
-        "": 0.02}),
-    ("ultramem", dict(), {
-        ("retrieve.q_norm.weight", "retrieve.k_norm.weight"): 32 ** -0.4, "norm.weight": 1,
-        ("retrieve.W_q.weight", "retrieve.keys"): 32 ** -0.5, "values": 0.02, "core": None,
-        "W_pre.weight": 128 ** -0.5, "W_out.weight": 24 ** -0.5,
-        ("W_O.weight", "mlp.down.weight"): 1920 ** -0.5, "": 320 ** -0.5}),
-    ("ultramem", dict(memory="ultramem"), {
-        ("retrieve.q_norm.weight", "retrieve.k_norm.weight"): 32 ** -0.33,
-        "W_out.weight": (4 * 64) ** -0.5, "values": 0.02, "": None}),
-    ("ultramem", dict(memory="memory+"), {
-        ("values", "W_g.weight", "W_out.weight"): 128 ** -0.5, "keys": (3 * 2 * 64) ** -0.5,
-        "W_q.weight": (2 / (128 + 256)) ** 0.5, "": None}),
-    ("ultramem", dict(memory="moe", n_keys=4, top_k=2), {      # of the three matrices together
-        "experts": ((2 / 320 + 1 / 1920) / 3) ** 0.5, "": None}),
-    ("midus", dict(qkv_bias=True, tied=False, r=32), {
-        "norm.weight": 1, ("bias", "values"): 0, ("embed.weight", "head.weight"): 0.02,
-        "keys": (3 * 32) ** -0.5, "W_h": 32 ** -0.5, "down.weight": 512 ** -0.5,
-        "": 128 ** -0.5}),
-    ("midus", dict(memory="pkm"), {"values": 0, "W_q.weight": 0.02, "": None}),
-    ("hiermem", dict(qkv_bias=True), {
-        "norm.weight": 1, "bias": 0, ("ffn", "table"): None,
-        **{f"{l}.attn.W_O.weight": (128 * 2 * (l + 1)) ** -0.5 for l in range(3)},
-        **{f"{l}.mlp.down.weight": (512 * 2 * (l + 1)) ** -0.5 for l in range(3)},
-        "": 128 ** -0.5}),
-]
+STARTS = """
+move attention=mla
+0               W_O.weight down.weight W_G.weight x0_lambda
+1               resid_lambda embed.weight
+0.001           head.weight
+4 ** -0.5       W_UK.weight W_UV.weight
+128 ** -0.5     *
+
+lime
+1               norm.weight
+None            router.R
+0.02            *
+
+lime kv_init=0.051
+1               norm.weight
+None            router.R
+384 ** -0.5     W_K.weight W_V.weight
+0.02            *
+
+ultramem
+32 ** -0.4      retrieve.q_norm.weight retrieve.k_norm.weight
+1               norm.weight
+32 ** -0.5      retrieve.W_q.weight retrieve.keys
+0.02            values
+None            core
+128 ** -0.5     W_pre.weight
+24 ** -0.5      W_out.weight
+1920 ** -0.5    W_O.weight mlp.down.weight
+320 ** -0.5     *
+
+ultramem memory=ultramem
+32 ** -0.33     retrieve.q_norm.weight retrieve.k_norm.weight
+256 ** -0.5     W_out.weight
+0.02            values
+None            *
+
+ultramem memory=memory+
+128 ** -0.5     values W_g.weight W_out.weight
+384 ** -0.5     keys
+192 ** -0.5     W_q.weight
+None            *
+
+ultramem memory=moe n_keys=4 top_k=2
+((2 / 320 + 1 / 1920) / 3) ** 0.5    experts
+None            *
+
+midus qkv_bias=True tied=False r=32
+1               norm.weight
+0               bias values
+0.02            embed.weight head.weight
+96 ** -0.5      keys
+32 ** -0.5      W_h
+512 ** -0.5     down.weight
+128 ** -0.5     *
+
+midus memory=pkm
+0               values
+0.02            W_q.weight
+None            *
+
+hiermem qkv_bias=True
+1               norm.weight
+0               bias
+None            ffn table
+256 ** -0.5     0.attn.W_O.weight
+512 ** -0.5     1.attn.W_O.weight
+768 ** -0.5     2.attn.W_O.weight
+1024 ** -0.5    0.mlp.down.weight
+2048 ** -0.5    1.mlp.down.weight
+3072 ** -0.5    2.mlp.down.weight
+128 ** -0.5     *
+"""
 
 
-@parametrize("name, switches, stds", STARTS)
-def test_initial_values_are_the_papers(name, switches, stds):
-    model = make(name, randomize=False, **{"n_embd": 128, "vocab_size": 512, **switches})
-    for n, p in model.named_parameters():
-        want = next(value for ends, value in stds.items() if n.endswith(ends))
+@parametrize("start", STARTS.strip().split("\n\n"), ids=lambda start: start.split("\n")[0])
+def test_initial_values_are_the_papers(start):
+    flags, table = start.split("\n", 1)
+    name, *flags = flags.split(" ", 1)
+    fields = dict(n_embd=128, vocab_size=512) | typed(name, *flags)
+    for n, p in make(name, randomize=False, **fields).named_parameters():
+        want = next(eval(value) for value, ends in rows(table)
+                    if n.endswith(tuple(ends.split())) or ends == "*")
         if want is None:
             continue
         if p.ndim == 1 or want == 0:
@@ -1882,36 +1924,61 @@ def test_initial_values_are_the_papers(name, switches, stds):
             assert p.mean().abs() < 0.1 * want, n
 
 
+@parametrize("name, preset, flags, total", rows("""
+lime     1b_gqa         router=none             1_076_072_448
+lime     1b_gqa         router=static           1_076_081_088
+lime     1b_gqa         baseline=denseformer    1_076_072_600
+lime     1b_gqa         baseline=hyper          1_076_400_960
+lime     1b_mha         router=none             1_176_735_744
+lime     1b_mha         router=static           1_176_873_984
+lime     1b_mha         baseline=denseformer    1_176_735_896
+lime     1b_mha         baseline=hyper          1_177_064_256
+lime     150m           router=none             151_862_784
+lime     150m           router=static           151_873_872
+lime     deep128        router=none             134_566_400
+midus    llama3.2_1b    upscale=base            1_235_814_400
+midus    llama3.2_1b    upscale=midus           1_290_356_736
+midus    llama3.2_1b    upscale=lesa            1_235_814_400 + 486_572_032
+midus    llama3.1_8b    upscale=base            8_030_261_248
+midus    llama3.1_8b    upscale=midus           8_030_261_248 + 423_690_240
+midus    llama3.1_8b    upscale=llama_pro       8_030_261_248 + 3_489_792_000
+midus    llama3.1_8b    memory=linear           8_030_261_248 + 1_476_460_544
+midus    llama3.1_8b    memory=pkm              8_030_261_248 + 1_212_219_392
+midus    llama3.1_8b    memory=ultramem         8_030_261_248 + 1_291_913_216
+"""))
+def test_parameter_counts_are_the_papers(name, preset, flags, total):
+    """To the unit; those of LIMe and its rivals are Table 13's."""
+    model = on_meta(name, preset, **typed(name, flags))
+    assert model.param_counts()["total"] == eval(total)
+
+
 # ================================================================ model_move.py: MoVE
 
-MOVE_COUNTS = [                                                # preset, memory, its scale, total
-    ("d12", "none", 1, 185_597_976),
-    ("d20", "none", 1, 560_988_200),
-    ("d32", "none", 1, 1_879_048_256),
-    ("d12", "move", 1, 185_597_976 + 302_376_960),
-    ("d20", "move", 1, 560_988_200 + 841_676_800),
-    ("d32", "move", 1, 1_879_048_256 + 2_165_309_440),
-    ("d12", "lave", 1, 185_597_976 + 302_017_536),
-    ("d12_mla", "none", 1, 172_105_752),
-    ("d20_mla", "none", 1, 498_524_200),
-    ("d12_mla", "move", 1, 172_105_752 + 9_824_256),
-    ("d12_mla", "move", 32, 172_105_752 + 312_662_016),
-    ("d20_mla", "move", 1, 498_524_200 + 29_030_400),
-    ("d12_mla", "lave", 1, 172_105_752 + 9_464_832),
-    ("d20_mla", "lave", 1, 498_524_200 + 26_342_400),
-]
-
-
-@parametrize("preset, memory, scale, total", MOVE_COUNTS)
+@parametrize("preset, memory, scale, total", rows("""
+d12        none    1     185_597_976
+d20        none    1     560_988_200
+d32        none    1     1_879_048_256
+d12        move    1     185_597_976 + 302_376_960
+d20        move    1     560_988_200 + 841_676_800
+d32        move    1     1_879_048_256 + 2_165_309_440
+d12        lave    1     185_597_976 + 302_017_536
+d12_mla    none    1     172_105_752
+d20_mla    none    1     498_524_200
+d12_mla    move    1     172_105_752 + 9_824_256
+d12_mla    move    32    172_105_752 + 312_662_016
+d20_mla    move    1     498_524_200 + 29_030_400
+d12_mla    lave    1     172_105_752 + 9_464_832
+d20_mla    lave    1     498_524_200 + 26_342_400
+"""))
 def test_move_parameter_counts(preset, memory, scale, total):
-    model = on_meta("move", preset, memory=memory, memory_scale=scale)
+    model = on_meta("move", preset, memory=memory, memory_scale=int(scale))
     c = model.config
     counts = model.param_counts()
-    assert counts["total"] == total
+    assert counts["total"] == eval(total)
     tables = len(model_move.lave_layers(c)) if memory == "lave" else c.slots
     assert counts["memory"] == tables * c.vocab_size * c.d_kv
     touched = tables * c.d_kv + c.n_embd                       # one row of each table
-    assert counts["active"] == total - (c.vocab_size - 1) * touched
+    assert counts["active"] == counts["total"] - (c.vocab_size - 1) * touched
 
 
 def groups_by_name(model, optimizer, lr, decay):
@@ -2102,27 +2169,13 @@ def test_move_config_errors(fields, message):
 
 # ================================================================ model_lime.py: LIMe
 
-LIME_COUNTS = {                # Table 13, to the unit: LLaMA, LIMe, DenseFormer, Hyper-Connections
-    "1b_gqa": (1_076_072_448, 1_076_081_088, 1_076_072_600, 1_076_400_960),
-    "1b_mha": (1_176_735_744, 1_176_873_984, 1_176_735_896, 1_177_064_256),
-    "150m": (151_862_784, 151_873_872),
-    "deep128": (134_566_400,),
-}
 LIME_ROUTERS = ["static", "average", "last-2", "first-1", "first-1-prev", "dilated-2",
                 "no-head-mix", "per-dim", "dynamic"]
 every_router = parametrize("router", LIME_ROUTERS)
 
 
-@parametrize("preset", LIME_COUNTS)
-def test_lime_parameter_counts(preset):
-    columns = [dict(router="none"), dict(), dict(baseline="denseformer"), dict(baseline="hyper")]
-    for total, column in zip(LIME_COUNTS[preset], columns):
-        assert on_meta("lime", preset, **column).param_counts()["total"] == total
-
-
 def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active():
-    llama, lime = LIME_COUNTS["150m"]
-    assert on_meta("lime", "150m").param_counts()["memory"] == lime - llama
+    assert on_meta("lime", "150m").param_counts()["memory"] == 151_873_872 - 151_862_784
     tied = make("lime").param_counts()
     untied = make("lime", tied=False).param_counts()
     assert tied["active"] == tied["total"]
@@ -2838,25 +2891,6 @@ def fill_randomly(module, std=1.0):
         p.normal_(0, std)
 
 
-BASE_1B = 1_235_814_400
-BASE_8B = 8_030_261_248
-
-
-@parametrize("preset, fields, total", [
-    ("llama3.2_1b", "", 1_290_356_736),
-    ("llama3.2_1b", "upscale=base", BASE_1B),
-    ("llama3.2_1b", "upscale=lesa", BASE_1B + 486_572_032),
-    ("llama3.1_8b", "", BASE_8B + 423_690_240),
-    ("llama3.1_8b", "upscale=base", BASE_8B),
-    ("llama3.1_8b", "upscale=llama_pro", BASE_8B + 3_489_792_000),
-    ("llama3.1_8b", "memory=linear", BASE_8B + 1_476_460_544),
-    ("llama3.1_8b", "memory=pkm", BASE_8B + 1_212_219_392),
-    ("llama3.1_8b", "memory=ultramem", BASE_8B + 1_291_913_216),
-])
-def test_midus_parameter_counts(preset, fields, total):
-    assert on_meta("midus", preset, **typed("midus", fields)).param_counts()["total"] == total
-
-
 def test_midus_slots_and_what_a_token_touches():
     model = on_meta("midus", "llama3.1_8b")
     assert 16 * 32 * model.inserted[0].memory.retrieve.n_slots == 2_097_152
@@ -2866,22 +2900,22 @@ def test_midus_slots_and_what_a_token_touches():
     assert counts["memory"] == 16 * 128 * (32 * 64 + 4096 + 32 * 128)      # keys, V, W_h
 
 
-@parametrize("fields, firsts, apart", [            # of 24 blocks, of 48 blocks
-    ("", (1, 1), 3),
-    ("placement=top-heavy", (8, 16), 2),
-    ("placement=bottom-heavy", (0, 0), 2),
-    ("upscale=llama_pro", (2, 2), 3),
-    ("upscale=solar", (12, 24), 1),
-    ("upscale=avg_deus", (8, 16), 2),
-    ("upscale=opt_deus", (8, 16), 2),
-    ("upscale=lesa", (8, 16), 2),
-], ids=str)
-def test_midus_placements_are_appendix_g4(fields, firsts, apart):
-    for D, first in zip((8, 16), firsts):
+@parametrize("flags, first_of_24, first_of_48, apart", rows("""
+placement=distributed      1     1     3
+placement=top-heavy        8     16    2
+placement=bottom-heavy     0     0     2
+upscale=llama_pro          2     2     3
+upscale=solar              12    24    1
+upscale=avg_deus           8     16    2
+upscale=opt_deus           8     16    2
+upscale=lesa               8     16    2
+"""))
+def test_midus_placements_are_appendix_g4(flags, first_of_24, first_of_48, apart):
+    for D, first in ((8, first_of_24), (16, first_of_48)):
         names = [f"blocks.{i}" for i in range(2 * D)]
         for j in range(D):
-            names.insert(first + j * apart, f"inserted.{j}")
-        config = model_midus.Config(n_layer=2 * D, inserted=D, **typed("midus", fields))
+            names.insert(int(first) + j * int(apart), f"inserted.{j}")
+        config = model_midus.Config(n_layer=2 * D, inserted=D, **typed("midus", flags))
         assert model_midus.layout(config) == names
 
 
@@ -3320,30 +3354,25 @@ KINDS = ("ffn", "lora_qk", "lora_vo", "lora_ffn", "kv")
 TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
 
 
-@parametrize("preset, fields, anchor, fetched, bank", [
-    ("openlm_160m", "", 163_510_016, 18_063_360, 4_624_220_160),                         # Table 1
-    ("openlm_410m", "", 411_665_408, 49_545_216, 12_683_575_296),
-    ("openlm_1b", "", 1_439_893_504, 153_354_240, 21_139_292_160),
-    ("openlm_410m", "n_layer=12 ranks=3840,336,6,0",                                     # Table 8
-     257_475_584, 154_165_248, 6_341_787_648),
-    ("openlm_410m", "n_layer=17 ranks=1445,256,8,0",
-     321_721_344, 89_250_816, 6_341_246_976),
-    ("openlm_410m", "n_layer=19 ranks=870,226,9,0",
-     347_419_648, 64_496_640, 6_341_099_520),
-    ("openlm_410m", "n_layer=21 ranks=384,200,10,0",
-     373_117_952, 38_320_128, 6_341_787_648),
-    ("openlm_410m", "n_layer=22 ranks=264,94,16,0",
-     385_967_104, 25_276_416, 6_341_001_216),
-    ("", "vocab_size=4096 n_layer=7 n_embd=128 n_head=4",                                # on a CPU
-     2_363_008, 236_544, 5_505_024),
-])
-def test_hiermem_parameter_counts(preset, fields, anchor, fetched, bank):
-    fields = typed("hiermem", fields)
+@parametrize("preset, flags, anchor, fetched, bank", rows("""
+openlm_160m    memory=ffn                        163510016     18063360     4624220160
+openlm_410m    memory=ffn                        411665408     49545216     12683575296
+openlm_1b      memory=ffn                        1439893504    153354240    21139292160
+openlm_410m    n_layer=12 ranks=3840,336,6,0     257475584     154165248    6341787648
+openlm_410m    n_layer=17 ranks=1445,256,8,0     321721344     89250816     6341246976
+openlm_410m    n_layer=19 ranks=870,226,9,0      347419648     64496640     6341099520
+openlm_410m    n_layer=21 ranks=384,200,10,0     373117952     38320128     6341787648
+openlm_410m    n_layer=22 ranks=264,94,16,0      385967104     25276416     6341001216
+-              vocab_size=4096 n_layer=7 n_embd=128 n_head=4    2363008    236544    5505024
+"""))
+def test_hiermem_parameter_counts(preset, flags, anchor, fetched, bank):
+    """Of Tables 1 and 8, and of a run on a CPU."""
+    fields = typed("hiermem", flags)
     counts = on_meta("hiermem", preset, **fields).param_counts()
-    alone = on_meta("hiermem", preset, **fields, memory="none").param_counts()
-    assert alone["total"] == anchor == counts["total"] - counts["memory"] - counts["generic"]
-    assert (counts["generic"], counts["memory"]) == (fetched, bank)
-    assert counts["active"] == alone["active"] + fetched
+    alone = on_meta("hiermem", preset, **fields | {"memory": "none"}).param_counts()
+    found = alone["total"], counts["generic"], counts["memory"]
+    assert found == (int(anchor), int(fetched), int(bank))
+    assert counts["total"] == sum(found) and counts["active"] == alone["active"] + found[1]
 
 
 def test_hiermem_block_sizes_of_every_kind_and_table_9():
