@@ -1,6 +1,5 @@
 """Tests of run.py, tasks.py, analysis.py and the tables; `python test_all.py` runs them too."""
 import importlib
-import io
 import json
 import lzma
 import math
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import redirect_stdout
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +48,8 @@ args = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
 out = Path(args["out_dir"])
 with open("calls.txt", "a") as file:
     print(*sys.argv[1:], file=file)
+with open("threads.txt", "a") as file:
+    print(os.environ.get("OMP_NUM_THREADS"), file=file)
 if args.get("init_from") == "resume":
     args |= json.loads((out / "ckpt.pt").read_text())
 elif "init_from" in args:
@@ -81,34 +81,13 @@ result = {"model": args["model"], "seed": int(args["seed"]), "val_bpb": score,
 '''
 
 
-class AtOnce:
-    """Popen for the stand-in: it runs to its end in this process, which takes no time."""
-    threads = []                                               # OMP_NUM_THREADS of each start
-
-    def __init__(self, command, *, stdout, env, **others):
-        self.returncode = 0
-        self.threads.append(env.get("OMP_NUM_THREADS"))
-        argv = sys.argv
-        sys.argv = command[1:]
-        try:
-            with redirect_stdout(io.StringIO()) as printed:
-                exec(compile(Path(command[1]).read_text(), command[1], "exec"), {})
-        except SystemExit as stop:
-            self.returncode = stop.code
-        finally:
-            sys.argv = argv
-            stdout.write(printed.getvalue())
-
-    def poll(self):
-        return self.returncode
-
-
 @pytest.fixture
-def processes(tmp_path, monkeypatch):
+def lab(tmp_path, monkeypatch):
     """A root folder of its own, with a stand-in for the trainer and a model named toy."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     monkeypatch.setattr(runner, "plot", lambda *arguments: None)
+    monkeypatch.setattr(runner.time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 10))
     (tmp_path / "experiments").mkdir()
     (tmp_path / "train.py").write_text(STAND_IN)
     (tmp_path / "kernels.py").write_text("")
@@ -118,16 +97,6 @@ def processes(tmp_path, monkeypatch):
     yield tmp_path
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture
-def lab(processes, monkeypatch):
-    """The same without processes."""
-    at_once = SimpleNamespace(Popen=AtOnce, run=subprocess.run)
-    monkeypatch.setattr(runner, "subprocess", at_once)
-    monkeypatch.setattr(AtOnce, "threads", [])
-    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=lambda seconds: None))
-    return processes
 
 
 def experiment(lab, variants, **more):
@@ -302,25 +271,25 @@ def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab)
     assert len(calls(lab)) == 14 and not (lab / "out_b").exists()  # refused before the first run
 
 
-def test_ctrl_c_lets_the_running_trainer_save(processes, capsys):
+def test_ctrl_c_lets_the_running_trainer_save(lab, capsys):
     variants = {"slow": (dict(score="1:1", waits="interrupt"), None), "late": ({}, None)}
-    assert runner.main(experiment(processes, variants), ["--seeds=1"]) == 130
-    ckpt = processes / "out/toy_table-cpu/slow/s0/ckpt.pt"
+    assert runner.main(experiment(lab, variants), ["--seeds=1"]) == 130
+    ckpt = lab / "out/toy_table-cpu/slow/s0/ckpt.pt"
     assert json.loads(ckpt.read_text())["saved"] == "after SIGINT"
-    assert "go on with: python train.py " in capsys.readouterr().out and len(calls(processes)) == 1
+    assert "go on with: python train.py " in capsys.readouterr().out and len(calls(lab)) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
-def test_the_trainer_of_a_killed_experiment_saves_and_leaves(processes):
-    path = experiment(processes, {"slow": (dict(score="1:1", waits="long"), None)})
+def test_the_trainer_of_a_killed_experiment_saves_and_leaves(lab):
+    path = experiment(lab, {"slow": (dict(score="1:1", waits="long"), None)})
     code = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\n"
             "from experiments import run\nrun.ROOT = Path()\n"
             f"run.main({str(path)!r}, [])")
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    wait_for((processes / "pid.txt").exists)
+    wait_for((lab / "pid.txt").exists)
     parent.kill()
     parent.wait()
-    ckpt = processes / "out/toy_table-cpu/slow/s0/ckpt.pt"
+    ckpt = lab / "out/toy_table-cpu/slow/s0/ckpt.pt"
     wait_for(lambda: "after SIGINT" in ckpt.read_text())
 
 
@@ -332,19 +301,19 @@ def wait_for(condition, seconds=60):
 
 
 @parametrize("jobs", [1, 2])
-def test_a_failing_run_does_not_stop_the_others(jobs, processes, capsys):
+def test_a_failing_run_does_not_stop_the_others(jobs, lab, capsys):
     variants = {"standard": TOYS["standard"],
                 "tuned": (dict(score="3:3", init_from="@standard"), None),
                 "broken": (dict(fail="yes"), None),
                 "after": (dict(score="2:2", init_from="@broken"), None)}
-    path = experiment(processes, variants, claims=["standard > broken"])
+    path = experiment(lab, variants, claims=["standard > broken"])
     assert runner.main(path, [f"--jobs={jobs}", "--seeds=1"]) == 1
-    assert sorted(runs_of(processes)) == ["broken/s0", "standard/s0", "tuned/s0"]
+    assert sorted(runs_of(lab)) == ["broken/s0", "standard/s0", "tuned/s0"]
     printed = capsys.readouterr().out
     assert "broken, seed 0: failed, code 3" in printed
     assert "step 1\n    the gradients broke" in printed
     assert "needs out/toy_table-cpu/broken/s0/ckpt.pt, which is not there" in printed
-    report = report_of(processes)
+    report = report_of(lab)
     assert report["broken"][2] == "-" and report["standard > broken"][-1] == "not run"
     assert report["tuned"][2] == "3.0000"
 
@@ -412,8 +381,9 @@ def test_cores_are_shared_by_the_runs_at_once(finished, lab, monkeypatch):
     monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: range(7), raising=False)
     for jobs in (3, 9):
         runner.main(finished, [f"--jobs={jobs}", f"--out=out{jobs}", "--only=standard"])
-    assert AtOnce.threads[14:] == ["2"] * 3 + ["1"] * 3
-    assert AtOnce.threads[0] == os.environ.get("OMP_NUM_THREADS")
+    threads = (lab / "threads.txt").read_text().split()
+    assert threads[14:] == ["2"] * 3 + ["1"] * 3
+    assert threads[0] == str(os.environ.get("OMP_NUM_THREADS"))
 
 
 def test_source_hash_sees_code_alone(lab):
