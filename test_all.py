@@ -184,12 +184,9 @@ def gpt2_stand_in():
     "name, size", [("bytes", 257), ("bpe", 300), ("gpt2", 50257), ("mine", 257)])
 def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(pf, "_load_gpt2", gpt2_stand_in)
-    settings = dict(tokenizer=name)
-    if name == "mine":
-        settings = dict(tokenizer=save_tokenizer(tmp_path / "mine" / "tokenizer.json"))
-    if name == "bpe":
-        settings["vocab_size"] = 300
-    folder = prepare_bytes(corpus, tmp_path / "data", **settings)
+    mine = save_tokenizer(tmp_path / "mine" / "tokenizer.json")
+    folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=mine if name == "mine" else name,
+                           vocab_size=300 if name == "bpe" else -1)
     meta, tok = load_meta(folder), get_tokenizer(folder)
     lengths = load_token_bytes(folder)
     assert meta["vocab_size"] == tok.vocab_size == len(lengths) == size
@@ -238,16 +235,14 @@ def test_max_tokens_ends_with_the_document_that_reaches_it(corpus, tmp_path):
 
 def test_windows_cover_every_token_once_and_never_cross_shards(corpus, tmp_path):
     folder = prepare_bytes(corpus, tmp_path / "data", shard_tokens=1500)
-    T = 64
-    shards = TokenShards(folder, "train", T)
+    shards = TokenShards(folder, "train", 64)
     x, y = shards.batch(np.arange(shards.n_windows))
     expected = []
     for path in sorted(folder.glob("train_*.bin")):
-        ids = np.fromfile(path, np.uint16)[512:].astype(int)
-        expected += [ids[start:start + T + 1] for start in range(0, len(ids) - T, T)]
-    expected = np.array(expected)
-    assert x.dtype == y.dtype == torch.int64
-    assert np.array_equal(x, expected[:, :-1]) and np.array_equal(y, expected[:, 1:])
+        ids = torch.from_numpy(np.fromfile(path, np.uint16)[512:].astype(int))
+        expected += ids.unfold(0, 65, 64)                      # size, step
+    assert torch.equal(torch.cat((x[:, :1], y), 1), torch.stack(expected))
+    assert torch.equal(x[:, 1:], y[:, :-1])
     assert torch.equal(shards.batch([7, 3])[0], x[[7, 3]])
 
 
@@ -3534,15 +3529,14 @@ def test_hiermem_decoding_goes_on_with_what_the_prompt_has_fetched():
 
 
 def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
-    idx, leaf = some_tokens(4, 13), torch.tensor([4, -1, 4, 1])
     grads = []
-    for fields in ({}, dict(bank_device="cpu"), dict(sparse_memory=False)):
-        model = make("hiermem", **fields, **TREE)
+    for flags in ("", "bank_device=cpu", "sparse_memory=False"):
+        model = make("hiermem", **typed("hiermem", flags), **TREE)
         for p in model.bank.parameters():
             kernels.keep_coalesced(p)
-        for half in (slice(0, 2), slice(2, 4)):                # two micro-batches
-            x, y = idx[half, :-1], idx[half, 1:]
-            model(x, y, leaf=leaf[half])[1].backward()
+        leaves = torch.tensor([[4, -1], [4, 1]])
+        for idx, leaf in zip(some_tokens(4, 13).split(2), leaves):         # two micro-batches
+            model(idx, idx, leaf=leaf)[1].backward()
         grads.append([p.grad for p in model.bank.parameters()])
     nodes = [[0, 2, 3], [1, 4, 6]]                             # on the paths, and generic
     for sparse, away, dense, rows in zip(*grads, nodes):

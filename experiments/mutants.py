@@ -202,7 +202,7 @@ MUTANTS = [
     ("model_midus.py", "return self.query_norm(heads).flatten(2)", "return self.query_norm(a)",
      "table_11"),
     ("model_midus.py", "left, right = u[:, :, 0], vh[:, 0]", "left, right = u[:, :, 0], vh[:, 1]",
-     "other_memories"),
+     "midus_memories"),
     ("model_midus.py", '    block.attn.W_O.weight.zero_()\n', "", "bit_for_bit"),
     ("model_midus.py", 'A["mlp_norm.weight"] = (norm[order] + norm) / 2',
      'A["mlp_norm.weight"] = norm[order]', "opt_deus_puts"),
