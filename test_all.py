@@ -3292,8 +3292,7 @@ def train_midus(*flags, **more):
 def midus_run(text_folder, tmp_path_factory):
     """A base of train.py's, trained for a few steps, and its run folder."""
     out = tmp_path_factory.mktemp("midus") / "base"
-    train_midus("--dense=True", "--max_iters=4", "--learning_rate=0.01", dataset=text_folder,
-                out_dir=out)
+    train_midus("--dense=True --max_iters=4 --learning_rate=0.01", dataset=text_folder, out_dir=out)
     return out
 
 
@@ -3306,7 +3305,7 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     which moves everything."""
     cpt, sft = tmp_path / "cpt", tmp_path / "sft"
     flags = [f"--dataset={text_folder}", "--max_iters=6"]
-    run = train_midus(*flags, "--upscale=midus", "--phase=cpt", "--n_keys=8", init_from=midus_run,
+    run = train_midus(*flags, "--upscale=midus --phase=cpt --n_keys=8", init_from=midus_run,
                       out_dir=cpt)
     for optimizer in run["optimizers"]:
         for group in optimizer.param_groups:                   # after the last of six steps
@@ -3330,7 +3329,7 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
     new = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(new))
-        train_midus("--upscale=midus", "--n_keys=8", "--max_iters=1", dataset=text_folder,
+        train_midus("--upscale=midus --n_keys=8 --max_iters=1", dataset=text_folder,
                     init_from=midus_run, seed=seed, out_dir=tmp_path)
         new.append(saved_model(tmp_path)["inserted.0.memory.retrieve.keys"])
     assert torch.equal(new[0], new[1])
@@ -3616,9 +3615,9 @@ HIER = [*POST, "--depth=1", "--clusters=2,2", "--ranks=4,2"]
 def hier_runs(clustered, tmp_path_factory):
     """An anchor (A1), and memories on it while it is frozen (A3)."""
     out = tmp_path_factory.mktemp("hier")
-    train(*HIER, "--dense=True", "--max_iters=12", dataset=clustered, out_dir=out / "anchor")
-    train(*POST, "--memory=ffn", "--ranks=4,2", "--frozen=True", "--learning_rate=0.01",
-          "--max_iters=24", dataset=clustered, init_from=out / "anchor", out_dir=out / "frozen")
+    train(*HIER, "--dense=True --max_iters=12", dataset=clustered, out_dir=out / "anchor")
+    train(*POST, "--memory=ffn --ranks=4,2 --frozen=True --learning_rate=0.01 --max_iters=24",
+          dataset=clustered, init_from=out / "anchor", out_dir=out / "frozen")
     return out
 
 
@@ -3766,6 +3765,7 @@ def train(*flags, expect="", **more):
     gc.collect()                                               # locks of runs that failed
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        flags = " ".join(map(str, flags)).split()
         patch.setattr(sys, "argv", ["train.py", *as_flags(flags, more)])
         warnings.simplefilter("error")                         # a run prints no warnings
         warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -3803,7 +3803,7 @@ def files_of(folder):
 
 
 def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
-    tiny("--max_iters=60", "--sample_tokens=30", "--target_bpb=7", "--target_loss=0.1")
+    tiny("--max_iters=60 --sample_tokens=30 --target_bpb=7 --target_loss=0.1")
     text, result = capsys.readouterr().out, json.loads((tmp_path / "result.json").read_text())
     losses, vals = log_of(tmp_path), log_of(tmp_path, "val_loss")
     assert sorted(losses) == list(range(1, 61)) and sorted(vals) == [0, 15, 30, 45, 60]
@@ -3921,7 +3921,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(text_folder, tmp_path):
     """A limit on the size of files does as well: one line, and nothing is left behind."""
     import resource
     flags = [*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}"]
-    train(*flags, "--max_iters=2", "--eval_interval=2")
+    train(*flags, "--max_iters=2 --eval_interval=2")
     before = load_ckpt(tmp_path)
     process = start_train(*flags, "--init_from=resume", "--max_iters=4", preexec_fn=lambda: (
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))))
@@ -3941,8 +3941,8 @@ def test_micro_batches_do_not_change_a_run(tmp_path):
     folder = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "data")
     logs = []
     for batch_size in (4, 1, 3):                               # of 4 rows; not 3 but 2 is taken
-        run = train(*TINY, "--max_iters=4", "--optimizer=adamw", "--sparse_memory=True",
-                    dataset=folder, out_dir=tmp_path / "run", batch_size=batch_size)
+        run = train(*TINY, "--max_iters=4 --optimizer=adamw --sparse_memory=True", dataset=folder,
+                    out_dir=tmp_path / "run", batch_size=batch_size)
         logs.append(log_of(tmp_path / "run"))
         assert logs[-1] == approx(logs[0], abs=2e-5)
     assert run["config"]["batch_size"] == 2
@@ -3993,7 +3993,7 @@ def test_schedules(tiny, tmp_path):
     lrs = {}
     for flags in (["--schedule=wsd", "--warmdown=0.5", "--warmup=0", "--min_lr=0.001"],
                   ["--schedule=cosine", "--warmup=0.25"]):
-        tiny("--max_iters=8", "--learning_rate=0.01", "--optimizer=adamw", *flags)
+        tiny("--max_iters=8 --learning_rate=0.01 --optimizer=adamw", *flags)
         lrs[flags[0]] = [log_of(tmp_path, "lr")[step] for step in range(1, 9)]
     falling = [0.001 + 0.009 * f for f in (0.75, 0.5, 0.25)]
     assert lrs["--schedule=wsd"] == approx([0.01] * 5 + falling)
@@ -4002,7 +4002,7 @@ def test_schedules(tiny, tmp_path):
 
 
 def test_every_group_has_its_own_rate(tiny):
-    run = tiny("--max_iters=4", "--learning_rate=0.01", "--optimizer=adamw", "--memory_lr=0.5")
+    run = tiny("--max_iters=4 --learning_rate=0.01 --optimizer=adamw --memory_lr=0.5")
     groups = [group for o in run["optimizers"] for group in o.param_groups]
     groups[0]["schedule"], groups[1]["boost"] = False, (3.0, 0.5)
     run["set_rates"](1)
@@ -4025,7 +4025,7 @@ def test_clipping_keeps_what_is_below():
 
 
 def test_muons_momentum_rises_and_its_decay_falls(tiny):
-    run = tiny("--max_iters=40", "--eval_interval=40", "--optimizer=muon")
+    run = tiny("--max_iters=40 --eval_interval=40 --optimizer=muon")
     muon = next(o for o in run["optimizers"] if isinstance(o, torch.optim.Muon)).param_groups[0]
     for step, momentum, rest in ((0, 0.85, 1), (2, 0.9, 0.95), (20, 0.95, 0.5)):
         run["set_rates"](step)
@@ -4039,7 +4039,7 @@ def test_muon_trains_any_model(name, text_folder, tmp_path):
     groups are AdamW's as they were."""
     module = sample.load_module(name)
     untied = ["--tied=False"] if "tied" in module.Config.__dataclass_fields__ else []
-    run = train(*TINY, "--max_iters=6", "--optimizer=muon", "--muon_lr=0.03", *untied, model=name,
+    run = train(*TINY, "--max_iters=6 --optimizer=muon --muon_lr=0.03", *untied, model=name,
                 dataset=text_folder, out_dir=tmp_path)
     rates = {}
     for o in run["optimizers"]:
@@ -4070,8 +4070,7 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
                for i in range(300)]
     folder = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "data",
                            tokenizer=tokenizer, vocab_size=vocab_size)
-    run = train(*TINY, "--max_iters=3", "--eval_tokens=330", dataset=folder,
-                out_dir=tmp_path / "run")
+    run = train(*TINY, "--max_iters=3 --eval_tokens=330", dataset=folder, out_dir=tmp_path / "run")
     x, y = TokenShards(folder, "val", 32).batch(range(10))
     y[y == load_meta(folder)["eot"]] = -1
     with torch.no_grad():
@@ -4110,8 +4109,7 @@ def test_the_seed_decides_initial_values_and_the_order_of_the_data(tiny):
 
 def test_gradients_are_clipped_before_the_update(tiny, tmp_path):
     """After one step Adam's first moment is (1 - beta1) * gradient."""
-    run = tiny("--max_iters=1", "--optimizer=adamw", "--grad_clip=0.01", "--beta1=0.7",
-               "--beta2=0.8")
+    run = tiny("--max_iters=1 --optimizer=adamw --grad_clip=0.01 --beta1=0.7 --beta2=0.8")
     moments = [state["exp_avg"].norm() for o in run["optimizers"] for state in o.state.values()]
     assert torch.stack(moments).norm().item() == approx(0.3 * 0.01, rel=1e-3)
     assert log_of(tmp_path, "grad_norm")[1] > 0.1
@@ -4149,7 +4147,7 @@ def test_what_is_wrong_in_a_config_file(text, message, tmp_path):
 @parametrize("speedup, wanted", [(4.6, "bfloat16"), (1.1, "float32"), (.5, "float32")])
 def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)
-    train("--preset=d12", "--memory_scale=8", "--dry_run=True", "--device=cpu", expect="0")
+    train("--preset=d12 --memory_scale=8 --dry_run=True --device=cpu", expect="0")
     text = capsys.readouterr().out
     assert re.search(f"(?m)^cpu, {wanted} .* at {speedup} of float32's", text)
     for part in ("(50257, 48, 768)", "GiB", "bank.table"):
@@ -4159,7 +4157,7 @@ def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monk
 def test_losses_in_bfloat16_are_those_in_float32(tiny, tmp_path):
     logs = []
     for dtype in ("float32", "bfloat16"):
-        tiny("--max_iters=20", "--optimizer=adamw", dtype=dtype)
+        tiny("--max_iters=20 --optimizer=adamw", dtype=dtype)
         logs.append(torch.tensor(list(log_of(tmp_path).values())))
     assert 1e-6 < (logs[0] - logs[1]).abs().max() < 0.1
 
@@ -4303,7 +4301,7 @@ def test_an_earlier_runs_files_move_aside_together(tiny, finished_run, tmp_path)
     shutil.copytree(finished_run, run)
     names = ("ckpt.pt", "log.jsonl", "result.json", "loss.png")
     before = {name: (run / name).read_bytes() for name in names}
-    tiny("--max_iters=1", "--seed=5", out_dir=run)
+    tiny("--max_iters=1 --seed=5", out_dir=run)
     for name in names:
         assert (run / f"previous-{name}").read_bytes() == before[name] != (run / name).read_bytes()
 
@@ -4375,7 +4373,7 @@ def test_a_checkpoint_must_be_whole_and_fit_the_model_file(change, message, text
 
 def test_resume_refuses_other_text(finished_run, corpus, tmp_path):
     other = prepare_bytes(corpus, tmp_path / "data")
-    train("--init_from=resume", "--max_iters=4", dataset=other, out_dir=finished_run,
+    train("--init_from=resume --max_iters=4", dataset=other, out_dir=finished_run,
           expect="holds other text than the checkpoint was trained on")
 
 
@@ -4384,7 +4382,7 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finish
     shutil.copytree(finished_run, more)
     rng = torch.Generator().manual_seed(5).get_state()
     torch.save({**load_ckpt(finished_run), "rng": rng}, more / "ckpt.pt")
-    train("--init_from=resume", "--max_iters=4", dataset=text_folder, out_dir=more)
+    train("--init_from=resume --max_iters=4", dataset=text_folder, out_dir=more)
     assert sorted(log_of(more)) == [1, 2, 3, 4]
     assert torch.equal(load_ckpt(more)["rng"], rng), "the state of the random numbers goes on too"
     flags = [*TINY, f"--dataset={text_folder}", f"--init_from={finished_run}", "--max_iters=1"]
@@ -4407,7 +4405,7 @@ def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(
         out = tmp_path / str(length)
         train(*rest, *more, "--max_iters=1", dataset=data, init_from=finished_run, out_dir=out)
         assert load_ckpt(out)["config"]["block_size"] == length
-    train("--init_from=resume", "--max_iters=2", dataset=text_folder, out_dir=tmp_path / "16")
+    train("--init_from=resume --max_iters=2", dataset=text_folder, out_dir=tmp_path / "16")
     assert sorted(log_of(tmp_path / "16")) == [1, 2]
 
 
@@ -4432,8 +4430,7 @@ PROMPT = "the memory of a "
 def trained(text_folder, tmp_path_factory):
     """The folder of a byte-level MoVE that has seen a little text; its layer 1 sees context."""
     out = tmp_path_factory.mktemp("trained")
-    train(*TINY, "--depth=2", "--max_iters=40", "--memory_scale=2", dataset=text_folder,
-          out_dir=out)
+    train(*TINY, "--depth=2 --max_iters=40 --memory_scale=2", dataset=text_folder, out_dir=out)
     return out
 
 

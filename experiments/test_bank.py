@@ -29,11 +29,10 @@ def runs(clustered, tmp_path_factory):
     out = tmp_path_factory.mktemp("bank")
     shutil.copytree(clustered, out / "data")
     bank.main(["split", f"--dataset={out}/data"])
-    train(*HIER, f"--dataset={out}/data", "--dense=True", "--max_iters=8",
-          f"--out_dir={out}/anchor")
+    train(*HIER, f"--dataset={out}/data", "--dense=True --max_iters=8", f"--out_dir={out}/anchor")
     for job, (data, generic, own) in JOBS.items():
-        train(*POST, f"--init_from={out}/anchor", "--memory=ffn", "--ranks=4,2", "--frozen=True",
-              f"--dataset={out}/{data}", "--learning_rate=0.01", "--max_iters=8",
+        train(*POST, f"--init_from={out}/anchor", "--memory=ffn --ranks=4,2 --frozen=True",
+              f"--dataset={out}/{data}", "--learning_rate=0.01 --max_iters=8",
               f"--out_dir={out}/{job}", generic=generic)
     folders = ",".join(f"{out}/{job}" for job in JOBS)
     bank.main(["merge", f"--jobs={folders}", f"--out_dir={out}/merged"])
@@ -106,8 +105,8 @@ def test_merge_refuses_what_does_not_belong_together_and_to_replace_a_checkpoint
 
 
 def test_adding_under_a_node_leaves_everything_else_bitwise_as_it_was(runs, tmp_path):
-    train(*POST, f"--init_from={runs}/merged", f"--dataset={runs}/data-subtree1", "--frozen=True",
-          "--generic=0", "--learning_rate=0.01", "--max_iters=5", out_dir=tmp_path)
+    train(*POST, f"--init_from={runs}/merged", f"--dataset={runs}/data-subtree1", "--frozen=True "
+          "--generic=0 --learning_rate=0.01 --max_iters=5", out_dir=tmp_path)
     new = load_ckpt(tmp_path)["model"]
     moved = {"bank.1.table": [1], "bank.2.table": [2, 3]}
     for key, tensor in load_ckpt(runs / "merged")["model"].items():

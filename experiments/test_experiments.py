@@ -613,8 +613,8 @@ def test_a_task_trains_and_its_accuracy_is_a_result(tmp_path, capsys):
     lengths = [len(re.findall(r"\d+|\S", r["prompt"] + r["answer"])) for r in records["train"]]
     assert load_meta(folder)["block_size"] + 1 == max(lengths) + 2 == tasks.longest(3)
     run = tmp_path / "run"
-    train("--depth=1", "--max_iters=2", "--batch_tokens=112", "--sample_tokens=0",
-          "--eval_interval=1", dataset=folder, out_dir=run)
+    train("--depth=1 --max_iters=2 --batch_tokens=112 --sample_tokens=0 --eval_interval=1",
+          dataset=folder, out_dir=run)
     result = json.loads((run / "result.json").read_text())
     assert result["accuracy"] == result["curve"][2]["accuracy"] == log_of(run, "accuracy")[2]
     assert f"accuracy {result['accuracy']:.3f}" in capsys.readouterr().out
@@ -790,7 +790,7 @@ def test_domains_are_two_folders_and_evaluations_give_both_losses(texts, tmp_pat
               "--learning_rate=0.01"]
     base, grown = tmp_path / "base", tmp_path / "grown"
     train(*common, "--dense=True", dataset=old, out_dir=base)
-    train(*common, "--upscale=midus", "--phase=cpt", "--n_keys=8", dataset=folder, init_from=base,
+    train(*common, "--upscale=midus --phase=cpt --n_keys=8", dataset=folder, init_from=base,
           out_dir=grown)
     before, result = (json.loads((run / "result.json").read_text()) for run in (base, grown))
     for key in ("loss", "bpb"):                                # of other batches: but for rounding
@@ -1135,7 +1135,7 @@ def test_importance_takes_the_other_models_too(name):
 @pytest.fixture(scope="module")
 def grown_run(midus_run, text_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("midus") / "cpt"
-    train("--model=midus", *TINY, "--depth=2", "--max_iters=4", "--upscale=midus", "--phase=cpt",
+    train("--model=midus", *TINY, "--depth=2 --max_iters=4 --upscale=midus --phase=cpt "
           "--n_keys=8", dataset=text_folder, init_from=midus_run, out_dir=out)
     return out
 
