@@ -2409,11 +2409,9 @@ def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
     layers = [m for m in hyper.modules() if isinstance(m, model_lime.HyperConnection)]
     assert len(layers) == 6
     for number, layer in enumerate(layers):
-        alpha = torch.zeros(4, 5)
-        alpha[number % 4, 0] = 1
-        alpha[:, 1:] = torch.eye(4)
+        alpha = torch.cat((torch.eye(4)[:, [number % 4]], torch.eye(4)), 1)
         assert torch.equal(layer.static_alpha.float(), alpha)
-        assert layer.static_beta.tolist() == [1, 1, 1, 1]
+        assert layer.static_beta.tolist() == [1] * 4
         assert layer.alpha_scale.item() == layer.beta_scale.item() == approx(0.01)
 
 
@@ -2875,11 +2873,6 @@ def midus_rotary(model, length):
     return model_midus.rotary_tables(theta, 0, length)
 
 
-def midus_step_loss(model, idx):
-    _, loss = model(idx[:, :-1], idx[:, 1:])
-    return loss
-
-
 @torch.no_grad()
 def fill_randomly(module, std=1.0):
     for p in module.parameters():
@@ -3088,7 +3081,7 @@ def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_ste
     optimizer = torch.optim.AdamW(model.param_groups("adamw", 1e-2, 0.0))
     for step in range(2):
         optimizer.zero_grad()
-        midus_step_loss(model, idx).backward()
+        model(idx, idx)[1].backward()
         for name, p in model.inserted.named_parameters():
             assert (p.grad.abs().max() > 0) == (step > 0 or name.endswith("values")), name
         optimizer.step()
@@ -3117,7 +3110,7 @@ def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = midus_step_loss(model, idx)
+        loss = model(idx, idx)[1]
     assert sorted(keepers) == list(range(lowest, len(model.stack)))
     loss.backward()
     for name, p in model.named_parameters():
@@ -3885,24 +3878,18 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 def test_sigkill_at_random_moments_loses_nothing(text_folder, tmp_path):
     flags = [*TINY, f"--dataset={text_folder}", "--max_iters=120", "--eval_interval=2"]
     whole, part = tmp_path / "whole", tmp_path / "part"
-    kills = 0
     train(*flags, out_dir=whole)
     rng = random.Random(0)
-    while True:
+    for _ in range(5):
         again = ["--init_from=resume"] if (part / "ckpt.pt").exists() else []
         process = start_train(*flags, f"--out_dir={part}", *again)
         for _ in range(rng.randint(8, 40)):                    # so many lines of output
-            if not process.stdout.readline():
-                break
+            process.stdout.readline()
         time.sleep(rng.random() * 0.05)                        # and a little longer
-        if kills < 5 and process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
+        process.kill()
         rest, _ = process.communicate()
-        if process.returncode == 0:
-            break
         assert process.returncode == -signal.SIGKILL, rest
-    assert kills >= 3
+    train(*flags, "--init_from=resume", out_dir=part)
     for key in ("loss", "val_loss"):
         assert log_of(part, key) == log_of(whole, key)
 
@@ -3964,12 +3951,10 @@ def test_two_processes_equal_one(sparse, text_folder, tmp_path):
         said, _ = process.communicate()
         assert process.returncode == 0, said
         one, two = load_ckpt(tmp_path / "one"), load_ckpt(tmp_path / "two")
+        assert_close(two["model"], one["model"], atol=tolerance, rtol=0)
         for a, b in zip(one["optimizers"], two["optimizers"]):
             for i, state in a["state"].items() if steps == 1 else ():
-                assert_close(2 * b["state"][i]["exp_avg"], 2 * state["exp_avg"],
-                             atol=1e-5, rtol=0)
-        for name, tensor in one["model"].items():
-            assert_close(two["model"][name], tensor, atol=tolerance, rtol=0)
+                assert_close(b["state"][i]["exp_avg"], state["exp_avg"], atol=5e-6, rtol=0)
         vals = [log_of(tmp_path / run, "val_loss")[steps] for run in ("one", "two")]
         assert vals[0] == approx(vals[1], abs=1e-3)
 
