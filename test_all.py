@@ -43,7 +43,6 @@ import model_lime
 import model_midus
 import model_move
 import model_ultramem
-import prepare_fineweb
 import prepare_fineweb as pf
 import sample
 from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, load_meta
@@ -2166,7 +2165,6 @@ def test_move_config_errors(fields, message):
 
 LIME_ROUTERS = ["static", "average", "last-2", "first-1", "first-1-prev", "dilated-2",
                 "no-head-mix", "per-dim", "dynamic"]
-every_router = parametrize("router", LIME_ROUTERS)
 
 
 def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active():
@@ -2302,7 +2300,7 @@ def test_lime_routers_can_start_as_nothing_but_noise():
     assert R[:, -8:].std().item() == approx(1 / 8, rel=0.2)
 
 
-@every_router
+@parametrize("router", LIME_ROUTERS)
 def test_rope_before_or_after_mixing_is_the_same_for_scalar_weights(router):
     model, x = make("lime", router=router, n_kv_head=2, n_head=4), torch.randn(2, 7, 32)
     mixer = model.blocks[2].attn.router
@@ -4274,7 +4272,7 @@ def test_an_out_dir_that_cannot_be_written_to(tiny, tmp_path):
 def test_two_runs_never_share_an_out_dir(tiny, finished_run, tmp_path):
     shutil.copytree(finished_run, tmp_path / "run")
     before = files_of(tmp_path)
-    with prepare_fineweb.lock(tmp_path / "run"):
+    with pf.lock(tmp_path / "run"):
         for flags in ([], ["--init_from=resume", "--max_iters=4"]):
             tiny(*flags, out_dir=tmp_path / "run", expect=f"is in use by the process {os.getpid()}")
     assert files_of(tmp_path) == before
