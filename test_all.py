@@ -33,6 +33,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from pytest import approx
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parent
@@ -43,7 +45,6 @@ import model_lime
 import model_midus
 import model_move
 import model_ultramem
-import prepare_fineweb
 import prepare_fineweb as pf
 import sample
 from prepare_fineweb import ConfigError, TokenShards, configure, get_tokenizer, load_meta
@@ -53,6 +54,7 @@ torch.set_num_threads(1)                                       # sizes here are 
 DEVICE = os.environ.get("NANOMEM_TEST_DEVICE", "cpu")          # of the kernels' tests
 if DEVICE != "cpu":
     torch.set_default_device(DEVICE)
+parametrize = pytest.mark.parametrize
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="python test_all.py --slow")
 
 # ================================================================ prepare_fineweb.py
@@ -124,7 +126,7 @@ def documents_of(folder, split):
     return [tok.decode(part) for part in np.split(ids, np.flatnonzero(ids == tok.eot)[1:])]
 
 
-@pytest.mark.parametrize("argument, value", rows("""
+@parametrize("argument, value", rows("""
 --max_iters=1e4                 10000
 --max_iters=300_000             300000
 --max_iters=-3                  -3
@@ -146,7 +148,7 @@ def test_configure_types_a_value_after_its_default(argument, value):
     assert positionals == ["config.py"]
 
 
-@pytest.mark.parametrize("argument, message", rows("""
+@parametrize("argument, message", rows("""
 --max_itres=3           unknown option --max_itres=3: did you mean --max_iters=?
 --zzz=3                 unknown option --zzz=3: did you mean --help?
 -dense                  unknown option -dense: did you mean --dense=?
@@ -182,16 +184,13 @@ def gpt2_stand_in():
                              special_tokens={"<|endoftext|>": 50256})
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name, size", [("bytes", 257), ("bpe", 300), ("gpt2", 50257), ("mine", 257)])
 def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(pf, "_load_gpt2", gpt2_stand_in)
-    settings = dict(tokenizer=name)
-    if name == "mine":
-        settings = dict(tokenizer=save_tokenizer(tmp_path / "mine" / "tokenizer.json"))
-    if name == "bpe":
-        settings["vocab_size"] = 300
-    folder = prepare_bytes(corpus, tmp_path / "data", **settings)
+    mine = save_tokenizer(tmp_path / "mine" / "tokenizer.json")
+    folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=mine if name == "mine" else name,
+                           vocab_size=300 if name == "bpe" else -1)
     meta, tok = load_meta(folder), get_tokenizer(folder)
     lengths = load_token_bytes(folder)
     assert meta["vocab_size"] == tok.vocab_size == len(lengths) == size
@@ -206,7 +205,7 @@ def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, 
     assert sorted(found) == sorted(small_texts())
 
 
-@pytest.mark.parametrize("extra, magic, kind", [
+@parametrize("extra, magic, kind", [
     (0, [20240520, 1], np.uint16), (70_000, [20240801, 7], np.uint32)])
 def test_shards_are_those_of_llm_c(extra, magic, kind, corpus, tmp_path):
     """Of a wide vocabulary their tokens are uint32."""
@@ -240,16 +239,14 @@ def test_max_tokens_ends_with_the_document_that_reaches_it(corpus, tmp_path):
 
 def test_windows_cover_every_token_once_and_never_cross_shards(corpus, tmp_path):
     folder = prepare_bytes(corpus, tmp_path / "data", shard_tokens=1500)
-    T = 64
-    shards = TokenShards(folder, "train", T)
+    shards = TokenShards(folder, "train", 64)
     x, y = shards.batch(np.arange(shards.n_windows))
     expected = []
     for path in sorted(folder.glob("train_*.bin")):
-        ids = np.fromfile(path, np.uint16)[512:].astype(int)
-        expected += [ids[start:start + T + 1] for start in range(0, len(ids) - T, T)]
-    expected = np.array(expected)
-    assert x.dtype == y.dtype == torch.int64
-    assert np.array_equal(x, expected[:, :-1]) and np.array_equal(y, expected[:, 1:])
+        ids = torch.from_numpy(np.fromfile(path, np.uint16)[512:].astype(int))
+        expected += ids.unfold(0, 65, 64)                      # size, step
+    assert torch.equal(torch.cat((x[:, :1], y), 1), torch.stack(expected))
+    assert torch.equal(x[:, 1:], y[:, :-1])
     assert torch.equal(shards.batch([7, 3])[0], x[[7, 3]])
 
 
@@ -465,7 +462,7 @@ def guarded(code, cwd, stdout=subprocess.PIPE, **env):
                             stdout=stdout, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("code, exit_code, line", GUARDED)
+@parametrize("code, exit_code, line", GUARDED)
 def test_an_expected_failure_is_one_line(code, exit_code, line, tmp_path):
     process = guarded(code, tmp_path)
     error = process.communicate()[1]
@@ -548,7 +545,7 @@ pf.main({settings})
 """, ROOT)
 
 
-@pytest.mark.parametrize("signal_name", ["SIGKILL", "SIGINT"])
+@parametrize("signal_name", ["SIGKILL", "SIGINT"])
 def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(signal_name, corpus, tmp_path):
     out, partial = tmp_path / "data", tmp_path / "data.partial"
     process = start_preparing(corpus, out, seconds=0.3)
@@ -687,8 +684,8 @@ def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
             assert (pairs.diff(dim=1) != 0).all(), "a pair was picked twice"
 
 
-@pytest.mark.parametrize("n, k", [(2, 1), (5, 5), (6, 4), (3, 8)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize("n, k", [(2, 1), (5, 5), (6, 4), (3, 8)])
+@parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
     some = torch.randperm(121, generator=generator(k))[:13]
     s_row, s_col = (s[some].to(dtype).requires_grad_() for s in scores_of_every_kind(n))
@@ -702,7 +699,7 @@ def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
     scores.backward(weights)
     for s, picks in ((s_row, rows), (s_col, cols)):
         expected = torch.zeros(s.shape).scatter_add(1, picks, weights)
-        torch.testing.assert_close(s.grad, expected.to(dtype), atol=1e-5, rtol=1e-2)
+        assert_close(s.grad, expected.to(dtype), atol=1e-5, rtol=1e-2)
     empty = kernels.product_key_topk(s_row[:0], s_col[:0], k)
     assert [t.shape for t in empty] == [(0, k)] * 3
 
@@ -716,7 +713,7 @@ def tucker_inputs(P=3, R=2, r=2, n=7, H=2, dtype=torch.float64):
     return s_row, s_col, U[:, :, 0], V[:, 0], core
 
 
-@pytest.mark.parametrize("m_key, m", [(1, 1), (4, 3), (5, 16), (7, 7)])
+@parametrize("m_key, m", [(1, 1), (4, 3), (5, 16), (7, 7)])
 def test_kernels_tucker_topk_equals_brute_force(backend, m_key, m):
     s_row, s_col, u, v, core = tucker_inputs()
     i = torch.einsum("rx,prxn->prn", u, s_row).topk(m_key).indices
@@ -731,9 +728,9 @@ def test_kernels_tucker_topk_equals_brute_force(backend, m_key, m):
         ours = scores[p, r].double()
         cells = full[p, r]    # (n, n, H)
         grid = cells[i[p, r]][:, j[p, r]].sum(-1).flatten()
-        torch.testing.assert_close(ours.sum(-1), grid.topk(m).values, **tolerance)
+        assert_close(ours.sum(-1), grid.topk(m).values, **tolerance)
         found = cells.flatten(0, 1)[indices[p, r]]
-        torch.testing.assert_close(ours, found, **tolerance)
+        assert_close(ours, found, **tolerance)
         assert len(set(indices[p, r].tolist())) == m
 
 
@@ -750,7 +747,7 @@ def test_kernels_tucker_topk_gradients_and_exact_prefilter_of_a_rank_1_core():
     rank_1 = u[:, :, None] * v[:, None, :]
     found, _ = kernels.tucker_topk(s_row, s_col, u, v, rank_1[None], 4, 4)
     grid = torch.einsum("prxi,rxy,pryj->prij", s_row, rank_1, s_col).flatten(2)
-    torch.testing.assert_close(found[..., 0], grid.topk(4).values)
+    assert_close(found[..., 0], grid.topk(4).values)
 
 
 class Operators(TorchDispatchMode):
@@ -826,8 +823,8 @@ def slow_gather_sum(table, indices, weights, blocks, n_blocks):
     return torch.stack(results, 1)
 
 
-@pytest.mark.parametrize("case", SUMS)
-@pytest.mark.parametrize("dtype, relative", [
+@parametrize("case", SUMS)
+@parametrize("dtype, relative", [
     (torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 def test_kernels_sums_equal_float64(backend, case, dtype, relative):
     int_dtype = torch.int32 if dtype == torch.bfloat16 else torch.int64
@@ -864,22 +861,22 @@ def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend
     assert not strided[1].is_contiguous() and not strided[2].is_contiguous()
     fast = kernels.gather_sum(*strided[:4], 3)
     slow = slow_gather_sum(table, indices, weights, blocks, 3)
-    torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-6)
+    assert_close(fast, slow, rtol=1e-5, atol=1e-6)
     ours = forward_and_gradients(lambda t, w: kernels.gather_sum(t, strided[1], w), *strided[:3:2])
     slow = forward_and_gradients(
         lambda t, w: slow_gather_sum(t, indices, w, None, 1), table, weights)
     close(ours, slow, 2e-6)
     dots = kernels.gather_dot(strided[0], strided[1], strided[4])
-    torch.testing.assert_close(dots, kernels.gather_dot(table, indices, x))
+    assert_close(dots, kernels.gather_dot(table, indices, x))
     y = kernels.gather_sum(table.bfloat16(), indices, weights)    # fp32 like its weights
     slow = slow_gather_sum(table.bfloat16().float(), indices, weights, None, 1)
-    torch.testing.assert_close(y, slow, rtol=1e-5, atol=1e-6)
+    assert_close(y, slow, rtol=1e-5, atol=1e-6)
     assert kernels.gather_sum(table, indices, weights.bfloat16()).dtype == torch.bfloat16
     kernels.gather_sum(table, indices, weights.requires_grad_()).sum().backward()
     assert table.grad is None and weights.grad is not None
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@parametrize("sparse", [False, True])
 def test_kernels_table_gradient_is_bitwise_reproducible(backend, sparse):
     table, indices, weights, *_ = sum_inputs("runs", torch.float32)
     results = []
@@ -899,7 +896,7 @@ def test_kernels_a_gradient_that_is_no_number_reaches_its_own_rows_alone(backend
     ones = torch.ones(9, 1, 1)
     sums = kernels.row_sums_dense(grad, indices, ones, None, 1, None, 6, torch.float32)
     wanted = torch.zeros(6, 4).index_add(0, indices[:, 0], grad)
-    torch.testing.assert_close(sums, wanted, equal_nan=True)
+    assert_close(sums, wanted, equal_nan=True)
 
 
 # ---------------------------------------------------------------- MoVE's bank
@@ -918,8 +915,8 @@ def slow_mix(v, rows, inverse, gate, gate_v=True):
     return mixed + (v * gate[..., :1] if gate_v else v)
 
 
-@pytest.mark.parametrize("gate_v", [True, False])
-@pytest.mark.parametrize("T", [12, 0])    # 36 hits: more than a window
+@parametrize("gate_v", [True, False])
+@parametrize("T", [12, 0])    # 36 hits: more than a window
 def test_kernels_mix_values_is_move_eq_4(backend, gate_v, T):
     v, rows, inverse, gate = mix_inputs(torch.float32, T=T, gate_v=gate_v)
     order = kernels.mix_order(inverse, 3)
@@ -989,7 +986,7 @@ def small_slices(monkeypatch):
     monkeypatch.setattr(kernels, "SLICE", 40)    # several slices in a chunk
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@parametrize("softcap", [0.0, 2.0])
 def test_kernels_linear_cross_entropy_equals_the_definition(backend, small_slices, softcap):
     x, weight, targets = head_inputs()
 
@@ -1073,8 +1070,8 @@ class LargestAllocation(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype, relative", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("tokens, V", [(600, 10_000), (512, 50_304)])    # chunks of 256 tokens
+@parametrize("dtype, relative", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@parametrize("tokens, V", [(600, 10_000), (512, 50_304)])    # chunks of 256 tokens
 def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V, dtype, relative):
     x = torch.randn(tokens, 2).to(dtype)
     weight = torch.randn(V, 2).to(dtype)
@@ -1130,7 +1127,7 @@ def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backen
 
 
 # At width 64 a chunk is 4,096 rows, of about 6,000 that are touched.
-@pytest.mark.parametrize("path, shape", [
+@parametrize("path, shape", [
     ("torch", (50, 3)), ("torch", (50, 2, 3)), ("torch", (10_000, 64)),
     pytest.param("triton", (50, 2, 3), marks=no_triton),
     pytest.param("triton", (70, 300), marks=no_triton)])
@@ -1151,7 +1148,7 @@ def test_kernels_lazy_adam_equals_torchs_sparse_adam(path, shape, monkeypatch):
             o.step()
         results.append((p.detach(), o.state[p]["exp_avg"], o.state[p]["exp_avg_sq"]))
     for theirs, ours in zip(*results):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert torch.equal(results[1][0][touched:], start[touched:])
 
 
@@ -1164,7 +1161,7 @@ def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
         kernels.gather_sum(p, indices, weights, sparse_grad=True).square().sum().backward()
         kernels.gather_sum(q, indices, weights).square().sum().backward()
         assert p.grad.is_coalesced() and p.grad.indices()[0].tolist() == indices.unique().tolist()
-        torch.testing.assert_close(p.grad.to_dense(), q.grad)
+        assert_close(p.grad.to_dense(), q.grad)
     for rows in ([5, 2, 5], [2, 5, 5]):    # an embedding leaves equal rows
         p.grad = None
         F.embedding(torch.tensor(rows), p, sparse=True).sum().backward()
@@ -1189,7 +1186,7 @@ def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     mean = kernels.average_sparse(ours)
     assert mean.is_coalesced() and mean._indices().tolist() == [[1, 2, 5]]
-    torch.testing.assert_close(mean.to_dense(), (ours.to_dense() + theirs.to_dense()) / 2)
+    assert_close(mean.to_dense(), (ours.to_dense() + theirs.to_dense()) / 2)
 
 
 # ---------------------------------------------------------------- operators, dispatch, compilation
@@ -1203,7 +1200,7 @@ def test_kernels_are_tested_on_a_gpu_too_where_there_is_one(monkeypatch):
     assert added == [[{}], [{}, dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")]]
 
 
-@pytest.mark.parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
+@parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
 def test_kernels_are_launched_on_the_gpu_that_was_asked_for(name, current, monkeypatch):
     chosen = []
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
@@ -1271,7 +1268,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
     assert launched == names
 
 
-@pytest.mark.parametrize("path", ["torch", pytest.param("triton", marks=slow)])
+@parametrize("path", ["torch", pytest.param("triton", marks=slow)])
 def test_kernels_opcheck(path, monkeypatch):
     monkeypatch.setattr(kernels, "BACKEND", path)
     for op, args in operator_calls():
@@ -1295,7 +1292,7 @@ def every_operation(table, s, x, v, gate, core):
     return y.sum() + mixed.square().sum() + loss
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=slow)])
+@parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=slow)])
 def test_kernels_compile_without_a_graph_break(backend, compiler):
     g = generator()
     shapes = ((25, 8), (6, 5), (6, 8), (6, 2, 4), (6, 2, 2), (2, 1, 2, 2))
@@ -1357,7 +1354,7 @@ BAD_CALLS = [    # with t (20, 6), i (10, 3), w (10, 3, 1), x (10, 6)
 ]
 
 
-@pytest.mark.parametrize("call, message", BAD_CALLS)
+@parametrize("call, message", BAD_CALLS)
 def test_kernels_argument_errors_name_the_argument(call, message):
     t, i, w, _, _, x = sum_inputs("plain", torch.float32)
     names = dict(vars(kernels), t=t, i=i, w=w, x=x, scores=tucker_inputs())
@@ -1469,13 +1466,13 @@ def test_cpu_operations_equal_torch_and_their_gradients(monkeypatch):
         (kernels.scaled_sum, lambda a, x, b, y: a * x + b * y, inputs),
     ]
     for ours, theirs, arguments in cases:
-        torch.testing.assert_close(ours(*arguments), theirs(*arguments))
+        assert_close(ours(*arguments), theirs(*arguments))
         assert torch.autograd.gradcheck(ours, arguments)
     assert (kernels.rms_norm(torch.zeros(2, 8)) == 0).all()
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("T", [1, 8, 11])
+@parametrize("kv_heads", [1, 2, 4])
+@parametrize("T", [1, 8, 11])
 def test_attention_in_blocks_is_causal_attention(T, kv_heads):
     q, k, v = (torch.randn(2, heads, T, 6, dtype=torch.float64, requires_grad=True)
                for heads in (4, kv_heads, kv_heads))
@@ -1485,10 +1482,10 @@ def test_attention_in_blocks_is_causal_attention(T, kv_heads):
         want = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         got = kernels.attend_in_blocks(q, k, v, mask, rows=4)
-        torch.testing.assert_close(got, want)
+        assert_close(got, want)
         g = torch.randn_like(want)
         for ours, theirs in zip(*(torch.autograd.grad(y, (q, k, v), g) for y in (got, want))):
-            torch.testing.assert_close(ours, theirs)
+            assert_close(ours, theirs)
 
 
 def test_attention_in_bfloat16_is_as_exact_as_torchs():
@@ -1501,7 +1498,7 @@ def test_attention_in_bfloat16_is_as_exact_as_torchs():
     assert 0 < errors[0] < 2 * errors[1]
 
 
-@pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
+@parametrize("shape", [(16, 40), (40, 16)])
 def test_newton_schulz_is_torchs(shape, monkeypatch):
     from torch.optim import _muon
     coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
@@ -1515,7 +1512,7 @@ def test_newton_schulz_is_torchs(shape, monkeypatch):
     a, b, c = coefficients
     for _ in range(5):
         S = a * S + b * S**3 + c * S**5
-    torch.testing.assert_close(X.double(), U @ S.diag() @ V, atol=1e-4, rtol=1e-4)
+    assert_close(X.double(), U @ S.diag() @ V, atol=1e-4, rtol=1e-4)
     for speedup, wanted in ((4.0, None), (0.5, kernels.newton_schulz_fp32)):
         monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", None)
         monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)
@@ -1523,7 +1520,7 @@ def test_newton_schulz_is_torchs(shape, monkeypatch):
         assert _muon._zeropower_via_newtonschulz is wanted
 
 
-@pytest.mark.parametrize("seconds, wanted", [((4, 1), 4), ((1, 2), 0.5)])
+@parametrize("seconds, wanted", [((4, 1), 4), ((1, 2), 0.5)])
 def test_bf16_speedup_takes_the_best_of_turns(seconds, wanted, monkeypatch):
     slow = [100.0] * 4 + [1.0] * 10                            # what others do to the first turns
     now, ticks = 0.0, []
@@ -1531,91 +1528,65 @@ def test_bf16_speedup_takes_the_best_of_turns(seconds, wanted, monkeypatch):
         ticks += [now, now + factor * seconds[n % 2]]
         now = ticks[-1]
     monkeypatch.setattr(kernels.time, "perf_counter", iter(ticks).__next__)
-    assert kernels.bf16_speedup.__wrapped__() == pytest.approx(wanted)
+    assert kernels.bf16_speedup.__wrapped__() == approx(wanted)
 
 
 # ================================================================ every model: the generic block
 
 VARIANTS = {                                                   # each file's main switches
     "move": [
-        dict(),
-        dict(memory="none"),
-        dict(memory="lave"),
-        dict(n_kv_head=1),
-        dict(memory="lave", memory_scale=2, gate_v=1),
-        dict(memory_scale=2, gate_v=0),
-        dict(attention="mla"),
-        dict(attention="mla", memory="lave"),
-        dict(sparse_memory=True),
-        dict(attention="mla", memory="none", n_kv_head=1),
+        "", "memory=none", "memory=lave", "n_kv_head=1", "memory=lave memory_scale=2 gate_v=1",
+        "memory_scale=2 gate_v=0", "attention=mla", "attention=mla memory=lave",
+        "sparse_memory=True", "attention=mla memory=none n_kv_head=1",
     ],
     "lime": [
-        dict(),
-        dict(router="none"),
-        dict(router="average"),
-        dict(router="last-2"),
-        dict(router="first-1"),
-        dict(router="dilated-2"),
-        dict(router="no-head-mix"),
-        dict(router="per-dim"),
-        dict(router="dynamic"),
-        dict(n_kv_head=1, tied=False),
-        dict(baseline="denseformer"),
-        dict(baseline="hyper"),
+        "", "router=none", "router=average", "router=last-2", "router=first-1", "router=dilated-2",
+        "router=no-head-mix", "router=per-dim", "router=dynamic", "n_kv_head=1 tied=False",
+        "baseline=denseformer", "baseline=hyper",
     ],
     "ultramem": [
-        dict(),
-        dict(memory="none"),
-        dict(n_keys=12, top_k=4, share="ring:2", sparse_memory=True),
-        dict(n_keys=12, top_k=4, heads=2, rank_queries=0, pre_value_dim=0),
-        dict(n_keys=12, top_k=4, memory_layers="0,2", virtual=4, tied=False),
-        dict(memory="ultramem", n_keys=12, top_k=4, memory_layers="0:1/1:2"),
-        dict(memory="ultramem", n_keys=12, top_k=4, memory_layers="all", share="noring:2"),
-        dict(memory="pkm", n_keys=12, top_k=4),
-        dict(memory="memory+", n_keys=12, top_k=4, sparse_memory=True),
-        dict(memory="peer", n_keys=12, heads=1, top_k=2),
-        dict(memory="moe", n_keys=6, top_k=2),
+        "", "memory=none", "n_keys=12 top_k=4 share=ring:2 sparse_memory=True",
+        "n_keys=12 top_k=4 heads=2 rank_queries=0 pre_value_dim=0",
+        "n_keys=12 top_k=4 memory_layers=0,2 virtual=4 tied=False",
+        "memory=ultramem n_keys=12 top_k=4 memory_layers=0:1/1:2",
+        "memory=ultramem n_keys=12 top_k=4 memory_layers=all share=noring:2",
+        "memory=pkm n_keys=12 top_k=4", "memory=memory+ n_keys=12 top_k=4 sparse_memory=True",
+        "memory=peer n_keys=12 heads=1 top_k=2", "memory=moe n_keys=6 top_k=2",
     ],
     "midus": [
-        dict(),
-        dict(upscale="base", tied=False, qkv_bias=True, n_kv_head=1, rope_scaling="8:1:4:8"),
-        dict(placement="top-heavy", inserted=2, r=5, top_k=3, n_keys=6),
-        dict(memory="linear", n_keys=8),
-        dict(memory="pkm", n_keys=8),
-        dict(memory="ultramem", n_keys=8),
-        dict(queries="batch_norm", n_keys=8),
-        dict(queries="layer_norm", n_keys=8),
-        dict(queries="residual", n_keys=8),
-        dict(queries="out_proj", n_keys=8),
-        dict(upscale="llama_pro"),
-        dict(upscale="solar"),
+        "", "upscale=base tied=False qkv_bias=True n_kv_head=1 rope_scaling=8:1:4:8",
+        "placement=top-heavy inserted=2 r=5 top_k=3 n_keys=6", "memory=linear n_keys=8",
+        "memory=pkm n_keys=8", "memory=ultramem n_keys=8", "queries=batch_norm n_keys=8",
+        "queries=layer_norm n_keys=8", "queries=residual n_keys=8", "queries=out_proj n_keys=8",
+        "upscale=llama_pro", "upscale=solar",
     ],
     "hiermem": [
-        dict(),
-        dict(memory="none"),
-        dict(memory="lora_qk"),
-        dict(memory="lora_vo", eot=7),
-        dict(memory="lora_ffn", tied=False),
-        dict(memory="kv", eot=7),
-        dict(clusters="2,3,2", ranks="0,5,4", memory_layers="late", sparse_memory=False),
-        dict(n_kv_head=1, head_dim=8, qkv_bias=True, qk_norm=False, rope_scaling="8:1:4:8"),
+        "", "memory=none", "memory=lora_qk", "memory=lora_vo eot=7", "memory=lora_ffn tied=False",
+        "memory=kv eot=7", "clusters=2,3,2 ranks=0,5,4 memory_layers=late sparse_memory=False",
+        "n_kv_head=1 head_dim=8 qkv_bias=True qk_norm=False rope_scaling=8:1:4:8",
     ],
 }
 OURS = [*VARIANTS]
 for path in sorted(ROOT.glob("model_*.py")):                   # yours are tested like the others
     yours = sample.load_module(path.stem[6:])
-    VARIANTS.setdefault(path.stem[6:], [dict(), yours.DENSE])
+    dense = " ".join(f"{key}={value}" for key, value in yours.DENSE.items())
+    VARIANTS.setdefault(path.stem[6:], ["", dense])
 SIZE = dict(n_layer=3, n_head=2, n_embd=32, vocab_size=61, block_size=16)
 
 
-def case(name, switches):
-    label = "-".join(f"{key}={value}" for key, value in switches.items())
-    return pytest.param(name, switches, id=f"{name}-{label or 'default'}")
+def typed(name, flags=""):
+    """Flags as on a command line, of the types of the Config's defaults."""
+    defaults = vars(sample.load_module(name).Config())
+    return configure([f"--{flag}" for flag in flags.split()], defaults)[0]
 
 
-CASES = [case(name, switches) for name, rows in VARIANTS.items() for switches in rows]
-every_case = pytest.mark.parametrize("name, switches", CASES)
-every_model = pytest.mark.parametrize("name", VARIANTS)
+def case(name, flags=""):
+    return pytest.param(name, typed(name, flags), id=f"{name}-{flags or 'default'}")
+
+
+CASES = [case(name, flags) for name, rows in VARIANTS.items() for flags in rows]
+every_case = parametrize("name, switches", CASES)
+every_model = parametrize("name", VARIANTS)
 
 
 def make(name="move", dtype=torch.float32, randomize=True, seed=0, **switches):
@@ -1631,6 +1602,13 @@ def make(name="move", dtype=torch.float32, randomize=True, seed=0, **switches):
         else:
             p.data.uniform_(0.5, 1.5)
     return model.to(dtype)
+
+
+def on_meta(name, preset="", **fields):
+    """A model of a paper's size, without its numbers."""
+    module = sample.load_module(name)
+    with torch.device("meta"):
+        return module.Model(module.Config(**{**module.PRESETS.get(preset, {}), **fields}))
 
 
 def optimizers_of(model, lr=1e-2):
@@ -1673,8 +1651,8 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
     losses = train_steps(model, idx, 20)
     # Half the variance of the logits, where their matrix does not start small.
     above = {"hiermem": 0.45, "ultramem": 0.19}.get(name, 0)
-    assert blind == pytest.approx(math.log(61) + above, abs=0.08 if name in OURS else 0.5)
-    assert losses[0] == pytest.approx(blind, abs=0.4), "whatever the targets"
+    assert blind == approx(math.log(61) + above, abs=0.08 if name in OURS else 0.5)
+    assert losses[0] == approx(blind, abs=0.4), "whatever the targets"
     assert losses[-1] < 0.7 * losses[0]
     still = [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
     assert not still, f"never updated: {still}"
@@ -1682,30 +1660,58 @@ def test_loss_falls_and_every_parameter_learns(name, switches):
 
 @every_case
 def test_cache_equals_full_forward(name, switches):
+    """And no logits depend on later tokens."""
     model, idx = make(name, torch.float64, **switches).eval(), some_tokens(2, 12)
-    cache = model.new_cache(2, 12)
-    if cache is None and name not in OURS:
-        pytest.skip("a model without new_cache() is decoded by full forwards")
+    close = dict(atol=2e-5, rtol=1e-4)
     ends = [5, 6, 9, 10, 11, 12]
     with torch.no_grad():
         full = model(idx)[0]
+        assert_close(model(idx[:, :7])[0], full[:, :7], **close)
+        cache = model.new_cache(2, 12)
+        if cache is None and name not in OURS:
+            pytest.skip("a model without new_cache() is decoded by full forwards")
         for start, end in zip([0, *ends], ends):
             logits = model(idx[:, start:end], cache=cache)[0]
             assert cache.pos == end
-            torch.testing.assert_close(logits, full[:, end - 1:end], atol=2e-5, rtol=1e-4)
+            assert_close(logits, full[:, end - 1:end], **close)
     with pytest.raises(ValueError, match="cache holds 12 tokens"):
         model(idx[:, :1], cache=cache)
 
 
-@every_case
-def test_later_tokens_do_not_change_earlier_logits(name, switches):
-    model, idx = make(name, **switches).eval(), some_tokens(2, 12)
-    other = idx.clone()
-    other[:, 7:] = some_tokens(2, 5, seed=1)
-    with torch.no_grad():
-        a, b = model(idx)[0], model(other)[0]
-    torch.testing.assert_close(a[:, :7], b[:, :7], atol=1e-5, rtol=1e-5)
-    assert (a[:, 7:] - b[:, 7:]).abs().max() > 1e-3
+@parametrize("name, switches", [
+    case("move"), case("move", "memory=none"), case("move", "attention=mla"),
+    case("move", "attention=mla memory=none"), case("lime"), case("lime", "router=per-dim"),
+    case("lime", "router=none"), case("lime", "n_head=4 n_kv_head=2")])
+def test_caches_have_the_size_of_plain_attention(name, switches):
+    model = make(name, **switches)
+    cache, c = model.new_cache(1, 10), model.config
+    model(some_tokens(1, 4), cache=cache)
+    one = 2 * c.n_kv_head * c.head_dim                         # of a token in a layer: k and v
+    if switches.get("attention") == "mla":                     # d_c of d_h / 32, at least 1, a head
+        one = 2
+    assert sum(t.numel() for t in cache.store.values()) == 3 * 10 * one
+
+
+@parametrize("name, switches", [
+    case("move"), case("move", "memory=lave"), case("ultramem", "n_keys=12 top_k=4 share=ring:2"),
+    case("ultramem", "n_keys=12 top_k=4 memory=ultramem memory_layers=0:1/1:2"),
+    case("ultramem", "n_keys=12 top_k=4 memory=memory+"),
+    case("ultramem", "n_keys=12 top_k=4 memory=peer")])
+def test_sparse_gradients_are_the_dense_ones_on_the_touched_rows(name, switches):
+    """Of two micro-batches."""
+    grads = []
+    for sparse in (False, True):
+        model = make(name, sparse_memory=sparse, **switches)
+        for p in model.parameters():
+            kernels.keep_coalesced(p)
+        for part in some_tokens().split(1):
+            model(part, part)[1].backward()
+        grads.append([p.grad for p in model.parameters()])
+    for dense, ours in zip(*grads):
+        if ours.is_sparse:
+            assert ours.is_coalesced() and 0 < ours._nnz() < len(ours)
+        assert_close(ours.to_dense(), dense, atol=1e-6, rtol=1e-5)
+    assert any(grad.is_sparse for grad in grads[1])
 
 
 @every_case
@@ -1716,13 +1722,13 @@ def test_loss_is_the_mean_over_targets(name, switches):
     loss = model(x, y)[1].double()
     logits = model(x)[0].double()
     want = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
-    torch.testing.assert_close(loss, want, atol=1e-6, rtol=1e-6)
+    assert_close(loss, want, atol=1e-6, rtol=1e-6)
     assert model(x, torch.full_like(y, -1))[1].item() == 0     # no target is no division by zero
     groups = model.param_groups("adamw", 1.0, 0.0)
     dense = [p for group in groups if group["kind"] == "adamw" for p in group["params"]]
     grads = torch.autograd.grad(loss, dense)
     for ours, plain in zip(grads, torch.autograd.grad(want, dense)):
-        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+        assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
 LLAMA = ("lime", "ultramem", "midus", "hiermem")
@@ -1735,7 +1741,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("piece", SHARED)
+@parametrize("piece", SHARED)
 def test_pieces_that_files_repeat_are_the_same(piece):
     """A failure under CI and a warning elsewhere, so that a person who edits one file is not
     punished."""
@@ -1763,7 +1769,7 @@ def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", OURS)
+@parametrize("name", OURS)
 def test_a_copy_with_a_line_more_passes_as_well(name, tmp_path, monkeypatch):
     copy = f"my_{name}"
     text = (ROOT / f"model_{name}.py").read_text()
@@ -1775,26 +1781,14 @@ def test_a_copy_with_a_line_more_passes_as_well(name, tmp_path, monkeypatch):
     test_file_cut_at_the_fold_still_trains(copy, tmp_path, monkeypatch)
 
 
-def test_a_model_without_hooks_gets_their_defaults(tmp_path, monkeypatch):
-    text = (ROOT / "model_lime.py").read_text()
-    for hook in ("new_cache", "inspect"):
-        text = text.replace(f"def {hook}(", f"def no_{hook}(")
-    (tmp_path / "model_bare.py").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    model = make("bare")
-    assert model.new_cache(1, 8) is None                       # decoded by full forwards
-    assert model.inspect(some_tokens()) == {}
-    test_meta_device_depth_dial_and_inspect("bare")
-
-
 def plain_linear_cross_entropy(x, weight, targets, softcap=0.0):
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.parametrize("name, switches", [
-    *CASES, case("midus", dict(phase="cpt")),                  # what is frozen costs less
-    case("midus", dict(phase="cpt", placement="top-heavy"))])
+@parametrize("name, switches", [
+    *CASES, case("midus", "phase=cpt"), case("midus", "phase=cpt placement=top-heavy")])
 def test_flops_per_token_against_torch(name, switches, monkeypatch):
+    """What is frozen costs less."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
     model = make(name, **{k: v for k, v in switches.items() if k != "sparse_memory"})
@@ -1805,7 +1799,7 @@ def test_flops_per_token_against_torch(name, switches, monkeypatch):
     idx = some_tokens(2, T + 1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(idx[:, :-1], idx[:, 1:])[1].backward()
-    assert model.flops_per_token() == pytest.approx(counter.get_total_flops() / (2 * T), rel=0.02)
+    assert model.flops_per_token() == approx(counter.get_total_flops() / (2 * T), rel=0.02)
 
 
 @every_model
@@ -1846,92 +1840,152 @@ def test_shared_tensors_start_equal_across_variants(name):
 
 # At width 128 and 3 layers, by the end of a tensor's name: the standard deviation, or what all
 # numbers of a vector are; 0: all zero; None: tested elsewhere.
-STARTS = [
-    ("move", dict(attention="mla"), {
-        ("W_O.weight", "down.weight", "W_G.weight", "x0_lambda"): 0, "resid_lambda": 1,
-        "embed.weight": 1, "head.weight": 0.001,
-        ("W_UK.weight", "W_UV.weight"): 4 ** -0.5, "": 128 ** -0.5}),
-    ("lime", dict(), {"norm.weight": 1, "router.R": None, "": 0.02}),
-    ("lime", dict(kv_init=(3 * 128) ** -0.5), {
-        "norm.weight": 1, "router.R": None, ("W_K.weight", "W_V.weight"): (3 * 128) ** -0.5,
-        "": 0.02}),
-    ("ultramem", dict(), {
-        ("retrieve.q_norm.weight", "retrieve.k_norm.weight"): 32 ** -0.4, "norm.weight": 1,
-        ("retrieve.W_q.weight", "retrieve.keys"): 32 ** -0.5, "values": 0.02, "core": None,
-        "W_pre.weight": 128 ** -0.5, "W_out.weight": 24 ** -0.5,
-        ("W_O.weight", "mlp.down.weight"): 1920 ** -0.5, "": 320 ** -0.5}),
-    ("ultramem", dict(memory="ultramem"), {
-        ("retrieve.q_norm.weight", "retrieve.k_norm.weight"): 32 ** -0.33,
-        "W_out.weight": (4 * 64) ** -0.5, "values": 0.02, "": None}),
-    ("ultramem", dict(memory="memory+"), {
-        ("values", "W_g.weight", "W_out.weight"): 128 ** -0.5, "keys": (3 * 2 * 64) ** -0.5,
-        "W_q.weight": (2 / (128 + 256)) ** 0.5, "": None}),
-    ("ultramem", dict(memory="moe", n_keys=4, top_k=2), {      # of the three matrices together
-        "experts": ((2 / 320 + 1 / 1920) / 3) ** 0.5, "": None}),
-    ("midus", dict(qkv_bias=True, tied=False, r=32), {
-        "norm.weight": 1, ("bias", "values"): 0, ("embed.weight", "head.weight"): 0.02,
-        "keys": (3 * 32) ** -0.5, "W_h": 32 ** -0.5, "down.weight": 512 ** -0.5,
-        "": 128 ** -0.5}),
-    ("midus", dict(memory="pkm"), {"values": 0, "W_q.weight": 0.02, "": None}),
-    ("hiermem", dict(qkv_bias=True), {
-        "norm.weight": 1, "bias": 0, ("ffn", "table"): None,
-        **{f"{l}.attn.W_O.weight": (128 * 2 * (l + 1)) ** -0.5 for l in range(3)},
-        **{f"{l}.mlp.down.weight": (512 * 2 * (l + 1)) ** -0.5 for l in range(3)},
-        "": 128 ** -0.5}),
-]
+STARTS = """
+move attention=mla
+0               W_O.weight down.weight W_G.weight x0_lambda
+1               resid_lambda embed.weight
+0.001           head.weight
+4 ** -0.5       W_UK.weight W_UV.weight
+128 ** -0.5     *
+
+lime
+1               norm.weight
+None            router.R
+0.02            *
+
+lime kv_init=0.051
+1               norm.weight
+None            router.R
+384 ** -0.5     W_K.weight W_V.weight
+0.02            *
+
+ultramem
+32 ** -0.4      retrieve.q_norm.weight retrieve.k_norm.weight
+1               norm.weight
+32 ** -0.5      retrieve.W_q.weight retrieve.keys
+0.02            values
+None            core
+128 ** -0.5     W_pre.weight
+24 ** -0.5      W_out.weight
+1920 ** -0.5    W_O.weight mlp.down.weight
+320 ** -0.5     *
+
+ultramem memory=ultramem
+32 ** -0.33     retrieve.q_norm.weight retrieve.k_norm.weight
+256 ** -0.5     W_out.weight
+0.02            values
+None            *
+
+ultramem memory=memory+
+128 ** -0.5     values W_g.weight W_out.weight
+384 ** -0.5     keys
+192 ** -0.5     W_q.weight
+None            *
+
+ultramem memory=moe n_keys=4 top_k=2
+((2 / 320 + 1 / 1920) / 3) ** 0.5    experts
+None            *
+
+midus qkv_bias=True tied=False r=32
+1               norm.weight
+0               bias values
+0.02            embed.weight head.weight
+96 ** -0.5      keys
+32 ** -0.5      W_h
+512 ** -0.5     down.weight
+128 ** -0.5     *
+
+midus memory=pkm
+0               values
+0.02            W_q.weight
+None            *
+
+hiermem qkv_bias=True
+1               norm.weight
+0               bias
+None            ffn table
+256 ** -0.5     0.attn.W_O.weight
+512 ** -0.5     1.attn.W_O.weight
+768 ** -0.5     2.attn.W_O.weight
+1024 ** -0.5    0.mlp.down.weight
+2048 ** -0.5    1.mlp.down.weight
+3072 ** -0.5    2.mlp.down.weight
+128 ** -0.5     *
+"""
 
 
-@pytest.mark.parametrize("name, switches, stds", STARTS)
-def test_initial_values_are_the_papers(name, switches, stds):
-    model = make(name, randomize=False, **{"n_embd": 128, "vocab_size": 512, **switches})
-    for n, p in model.named_parameters():
-        want = next(value for ends, value in stds.items() if n.endswith(ends))
+@parametrize("start", STARTS.strip().split("\n\n"), ids=lambda start: start.split("\n")[0])
+def test_initial_values_are_the_papers(start):
+    flags, table = start.split("\n", 1)
+    name, *flags = flags.split(" ", 1)
+    fields = dict(n_embd=128, vocab_size=512) | typed(name, *flags)
+    for n, p in make(name, randomize=False, **fields).named_parameters():
+        want = next(eval(value) for value, ends in rows(table)
+                    if n.endswith(tuple(ends.split())) or ends == "*")
         if want is None:
             continue
         if p.ndim == 1 or want == 0:
             assert torch.allclose(p, torch.full_like(p, want)), n
         else:
-            assert p.std().item() == pytest.approx(want, rel=0.06), n
+            assert p.std().item() == approx(want, rel=0.06), n
             assert p.mean().abs() < 0.1 * want, n
+
+
+@parametrize("name, preset, flags, total", rows("""
+lime     1b_gqa         router=none             1_076_072_448
+lime     1b_gqa         router=static           1_076_081_088
+lime     1b_gqa         baseline=denseformer    1_076_072_600
+lime     1b_gqa         baseline=hyper          1_076_400_960
+lime     1b_mha         router=none             1_176_735_744
+lime     1b_mha         router=static           1_176_873_984
+lime     1b_mha         baseline=denseformer    1_176_735_896
+lime     1b_mha         baseline=hyper          1_177_064_256
+lime     150m           router=none             151_862_784
+lime     150m           router=static           151_873_872
+lime     deep128        router=none             134_566_400
+midus    llama3.2_1b    upscale=base            1_235_814_400
+midus    llama3.2_1b    upscale=midus           1_290_356_736
+midus    llama3.2_1b    upscale=lesa            1_235_814_400 + 486_572_032
+midus    llama3.1_8b    upscale=base            8_030_261_248
+midus    llama3.1_8b    upscale=midus           8_030_261_248 + 423_690_240
+midus    llama3.1_8b    upscale=llama_pro       8_030_261_248 + 3_489_792_000
+midus    llama3.1_8b    memory=linear           8_030_261_248 + 1_476_460_544
+midus    llama3.1_8b    memory=pkm              8_030_261_248 + 1_212_219_392
+midus    llama3.1_8b    memory=ultramem         8_030_261_248 + 1_291_913_216
+"""))
+def test_parameter_counts_are_the_papers(name, preset, flags, total):
+    """To the unit; those of LIMe and its rivals are Table 13's."""
+    model = on_meta(name, preset, **typed(name, flags))
+    assert model.param_counts()["total"] == eval(total)
 
 
 # ================================================================ model_move.py: MoVE
 
-MOVE_COUNTS = [                                                # preset, memory, its scale, total
-    ("d12", "none", 1, 185_597_976),
-    ("d20", "none", 1, 560_988_200),
-    ("d32", "none", 1, 1_879_048_256),
-    ("d12", "move", 1, 185_597_976 + 302_376_960),
-    ("d20", "move", 1, 560_988_200 + 841_676_800),
-    ("d32", "move", 1, 1_879_048_256 + 2_165_309_440),
-    ("d12", "lave", 1, 185_597_976 + 302_017_536),
-    ("d12_mla", "none", 1, 172_105_752),
-    ("d20_mla", "none", 1, 498_524_200),
-    ("d12_mla", "move", 1, 172_105_752 + 9_824_256),
-    ("d12_mla", "move", 32, 172_105_752 + 312_662_016),
-    ("d20_mla", "move", 1, 498_524_200 + 29_030_400),
-    ("d12_mla", "lave", 1, 172_105_752 + 9_464_832),
-    ("d20_mla", "lave", 1, 498_524_200 + 26_342_400),
-]
-
-
-def paper_move(preset, memory, scale):
-    fields = model_move.PRESETS[preset]
-    config = model_move.Config(**fields, memory=memory, memory_scale=scale)
-    with torch.device("meta"):
-        return model_move.Model(config)
-
-
-@pytest.mark.parametrize("preset, memory, scale, total", MOVE_COUNTS)
+@parametrize("preset, memory, scale, total", rows("""
+d12        none    1     185_597_976
+d20        none    1     560_988_200
+d32        none    1     1_879_048_256
+d12        move    1     185_597_976 + 302_376_960
+d20        move    1     560_988_200 + 841_676_800
+d32        move    1     1_879_048_256 + 2_165_309_440
+d12        lave    1     185_597_976 + 302_017_536
+d12_mla    none    1     172_105_752
+d20_mla    none    1     498_524_200
+d12_mla    move    1     172_105_752 + 9_824_256
+d12_mla    move    32    172_105_752 + 312_662_016
+d20_mla    move    1     498_524_200 + 29_030_400
+d12_mla    lave    1     172_105_752 + 9_464_832
+d20_mla    lave    1     498_524_200 + 26_342_400
+"""))
 def test_move_parameter_counts(preset, memory, scale, total):
-    model = paper_move(preset, memory, scale)
+    model = on_meta("move", preset, memory=memory, memory_scale=int(scale))
     c = model.config
     counts = model.param_counts()
-    assert counts["total"] == total
+    assert counts["total"] == eval(total)
     tables = len(model_move.lave_layers(c)) if memory == "lave" else c.slots
     assert counts["memory"] == tables * c.vocab_size * c.d_kv
     touched = tables * c.d_kv + c.n_embd                       # one row of each table
-    assert counts["active"] == total - (c.vocab_size - 1) * touched
+    assert counts["active"] == counts["total"] - (c.vocab_size - 1) * touched
 
 
 def groups_by_name(model, optimizer, lr, decay):
@@ -1942,7 +1996,7 @@ def groups_by_name(model, optimizer, lr, decay):
             yield names[id(p)], group
 
 
-@pytest.mark.parametrize("memory_lr", [1.0, 0.25])
+@parametrize("memory_lr", [1.0, 0.25])
 def test_move_learning_rates_are_nanochats(memory_lr):
     model = make(memory_lr=memory_lr)
     wide = (768 / 32) ** 0.5
@@ -1959,32 +2013,34 @@ def test_move_learning_rates_are_nanochats(memory_lr):
         else:                                                  # weight decay times (12 / layers)^2
             expected = dict(kind="muon", lr=0.02, weight_decay=0.2 * 4 ** 2)
         for key, value in expected.items():
-            assert group[key] == pytest.approx(value), (name, key)
+            assert group[key] == approx(value), (name, key)
     ratios = {"embed.weight": 10, "bank.table": 10 * memory_lr, "x0_lambda": 10}
     for name, group in groups_by_name(model, "adamw", 2e-3, 0.1):
         decay = 0.1 if name.startswith("blocks.") else 0.0
-        assert group["lr"] == pytest.approx(2e-3 * ratios.get(name, 1)), name
+        assert group["lr"] == approx(2e-3 * ratios.get(name, 1)), name
         assert group["weight_decay"] == decay, name
 
 
 def turned(x, position, sign, base=10000.0):
-    """Pairs (j, j + d_h/2) of x (d_h,) as complex numbers, times exp(i sign position theta_j)."""
-    half = len(x) // 2
-    theta = base ** (-torch.arange(half).double() * 2 / len(x))
-    turn = torch.exp(1j * sign * position * theta)
-    z = torch.complex(x[:half], x[half:]) * turn
-    return torch.cat((z.real, z.imag))
+    """Pairs (j, j + d_h/2) of x (..., d_h), complex, times exp(i sign position theta_j)."""
+    d_h = x.size(-1)
+    theta = base ** (-torch.arange(0, d_h, 2).double() / d_h)
+    z = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * sign * position * theta)
+    return torch.cat((z.real, z.imag), -1)
 
 
-def plain_norm(x, eps=torch.finfo(torch.float64).eps):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+def plain_norm(x, eps=torch.finfo(torch.float64).eps, weight=1):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def plain_swiglu(h, W):
+    gate = F.silu(h @ W["mlp.gate"].T)
+    return (gate * (h @ W["mlp.up"].T)) @ W["mlp.down"].T
 
 
 def attention_of(q, keys, values):
-    """One query (d_h,) over lists of keys and values."""
-    scores = torch.stack([q @ k for k in keys]) / len(q) ** 0.5
-    weights = torch.softmax(scores, 0)
-    return sum(weight * v for weight, v in zip(weights, values))
+    """One query (d_h,) over keys and values (t, d_h)."""
+    return torch.softmax(keys @ q / len(q) ** 0.5, 0) @ values
 
 
 def weights_of(module):
@@ -1992,37 +2048,44 @@ def weights_of(module):
 
 
 def slow_move(model, tokens):
-    """MoVE's logits for one text, in loops over layers, heads, positions and slots, from the
-    paper's equations; float64."""
+    """MoVE's or LaVE's logits for one text, in loops over layers, heads, positions and slots, from
+    the paper's equations; float64."""
     c = model.config
+    T = len(tokens)
     d_h = c.head_dim
+    width = c.d_kv // c.n_kv_head
     x0 = plain_norm(model.embed.weight[tokens])
     x = x0
     for l, block in enumerate(model.blocks):
         W = weights_of(block)
         x = model.resid_lambda[l] * x + model.x0_lambda[l] * x0
         h = plain_norm(x)
+        V = h @ W.get("attn.W_V", W.get("attn.W_DKV")).T                           # eq. 1
+        if block.attn.memory is not None:
+            bank = model.bank or block.attn.memory.bank                            # eq. 2 or 6
+            gates = 2 * torch.sigmoid(h @ W["attn.memory.W_G"].T)                  # eq. 3
+            gates = gates.view(T, c.n_kv_head, -1)
+            mixed = torch.zeros_like(V)
+            for t, kv in itertools.product(range(T), range(c.n_kv_head)):
+                shared = slice(kv * width, (kv + 1) * width)
+                g_0 = gates[t, kv, 0] if c.gate_v else 1
+                mixed[t, shared] = g_0 * V[t, shared]
+                for slot, g in enumerate(gates[t, kv, c.gate_v:]):
+                    mixed[t, shared] += g * bank.table[tokens[t], slot, shared]    # eq. 4
+            V = mixed
+        if c.attention == "mla":
+            K, V = V @ W["attn.W_UK"].T, V @ W["attn.W_UV"].T                      # eq. 7
+        else:
+            K = h @ W["attn.W_K"].T
         y = torch.zeros_like(x)
         for head in range(c.n_head):
-            kv = head * c.n_kv_head // c.n_head
+            kv = head * K.size(1) // x.size(1)
             mine = slice(head * d_h, (head + 1) * d_h)
             shared = slice(kv * d_h, (kv + 1) * d_h)
-            keys = []
-            values = []
-            for t, token in enumerate(tokens):
-                v = W["attn.W_V"][shared] @ h[t]                                   # eq. 1
-                gates = 2 * torch.sigmoid(W["attn.memory.W_G"] @ h[t])             # eq. 3
-                gates = gates.view(c.n_kv_head, -1)[kv]
-                if c.gate_v:
-                    v = gates[0] * v
-                for slot in range(c.slots):
-                    row = model.bank.table[token, slot, shared]                    # eq. 2
-                    v = v + gates[slot + c.gate_v] * row                           # eq. 4
-                values.append(v)
-                k = turned(W["attn.W_K"][shared] @ h[t], t, -1)
-                keys.append(plain_norm(k))
+            keys = plain_norm(turned(K[:, shared], torch.arange(T)[:, None], -1))
+            for t in range(T):
                 q = turned(W["attn.W_Q"][mine] @ h[t], t, -1)
-                y[t, mine] = attention_of(plain_norm(q), keys, values)
+                y[t, mine] = attention_of(plain_norm(q), keys[:t + 1], V[:t + 1, shared])
         x = x + y @ W["attn.W_O"].T
         up = torch.relu(plain_norm(x) @ W["mlp.up"].T) ** 2
         x = x + up @ W["mlp.down"].T
@@ -2031,40 +2094,24 @@ def slow_move(model, tokens):
 
 
 def assert_equal_with_gradients(model, logits, want, idx):
-    torch.testing.assert_close(logits.double(), want, atol=2e-5, rtol=1e-5)
+    assert_close(logits.double(), want, atol=2e-5, rtol=1e-5)
     parameters = list(model.parameters())
     ours = torch.autograd.grad(F.cross_entropy(logits, idx), parameters)
     slow = torch.autograd.grad(F.cross_entropy(want, idx), parameters)
     for a, b in zip(ours, slow):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+        assert_close(a, b, atol=1e-6, rtol=1e-4)
         assert a.abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("switches", [
-    dict(), dict(n_head=4, n_kv_head=2), dict(gate_v=0, memory_scale=2)])
+@parametrize("switches", [
+    "", "n_head=4 n_kv_head=2", "gate_v=0 memory_scale=2", "memory=lave", "attention=mla",
+    "attention=mla memory=lave gate_v=1"])
 def test_move_equals_its_equations_written_as_loops(switches):
     """The gradients, too: the bank's is a sum over all layers."""
     idx = some_tokens(1, 7)
-    model = make(dtype=torch.float64, **switches)
+    model = make(dtype=torch.float64, **typed("move", switches))
     want = slow_move(model, idx[0])
     assert_equal_with_gradients(model, model(idx)[0][0], want, idx[0])
-
-
-def test_latent_attention_reads_keys_and_values_from_the_mixed_latent():
-    model, x = make(attention="mla"), torch.randn(1, 5, 32)
-    attn = model.blocks[1].attn
-    reading = model.read(some_tokens(1, 5))
-    theta = model_move.rotary_frequencies(model.config, "cpu")
-    rotary = model_move.rotary_tables(theta, 0, 5)
-
-    def heads(z):
-        return F.rms_norm(model_move.rotate(z.view(1, 5, 2, 16), rotary), [16])
-
-    c = attn.W_DKV(x).view(1, 5, 2, 1)
-    c_s = attn.memory(x, c, reading).view(1, 5, 2)             # eq. 7
-    v = attn.W_UV(c_s).view(1, 5, 2, 16)
-    y = model_move.attend(heads(attn.W_Q(x)), heads(attn.W_UK(c_s)), v)
-    torch.testing.assert_close(attn(x, rotary, reading), attn.W_O(y))
 
 
 def test_move_gates_start_at_one():
@@ -2091,58 +2138,14 @@ def test_move_reads_the_bank_once_a_forward(monkeypatch):
     assert torch.equal(used, idx.unique())
 
 
-@pytest.mark.parametrize("memory", ["move", "lave"])
-def test_move_sparse_and_dense_training_agree_on_step_one(memory):
-    dense = make(memory=memory)
-    sparse = make(memory=memory, sparse_memory=True)
-    for seed in (0, 1):                                        # gradients of two micro-batches
-        idx = some_tokens(2, 13, seed=seed)
-        dense(idx, idx)[1].backward()
-        sparse(idx, idx)[1].backward()
-    for p, q in zip(dense.tables(), sparse.tables()):
-        assert q.grad.sparse_dim() == 1
-        torch.testing.assert_close(q.grad.to_dense(), p.grad, atol=1e-6, rtol=1e-5)
-    for optimizer, model in ((torch.optim.Adam, dense), (kernels.LazyAdam, sparse)):
-        optimizer(model.tables(), lr=0.1, eps=1e-20).step()
-    for p, q in zip(dense.tables(), sparse.tables()):
-        torch.testing.assert_close(q, p, atol=1e-6, rtol=1e-5)
-
-
-def test_lave_is_equation_6_with_tables_of_the_layers_own():
-    model, idx = make(memory="lave"), some_tokens(1, 5)
-    assert model.bank is None and model.blocks[1].attn.memory is None
-    lave = model.blocks[2].attn.memory
-    assert lave.bank.table is not model.blocks[0].attn.memory.bank.table
-    x = torch.randn(1, 5, 32)
-    v = torch.randn(1, 5, 2, 16)
-    rows = lave.bank.table[idx[0], 0].view(5, 2, 16)
-    gate = 2 * torch.sigmoid(lave.W_G(x[0]))                   # (5, 2), one a head
-    want = v[0] + gate[..., None] * rows
-    torch.testing.assert_close(lave(x, v, model.read(idx))[0], want)
-
-
-@pytest.mark.parametrize("attention, numbers", [
-    ("mha", {"k": 2 * 16, "v": 2 * 16}),
-    ("mla", {"c": 2 * 1})])                                    # d_c = H_kv * max(1, 16 // 32)
-@pytest.mark.parametrize("memory", ["move", "none"])
-def test_move_caches_have_the_size_of_plain_attention(attention, memory, numbers):
-    model = make(attention=attention, memory=memory)
-    cache = model.new_cache(1, 10)
-    model(some_tokens(1, 4), cache=cache)
-    for l in range(3):
-        for key, n in numbers.items():
-            assert cache.store[l, key].numel() == 10 * n
-    assert len(cache.store) == 3 * len(numbers)
-
-
-@pytest.mark.parametrize("preset, scale, percent", [
+@parametrize("preset, scale, percent", [
     ("d12", 1, 0.32), ("d12", 2, 0.59), ("d12", 4, 1.13), ("d12", 8, 2.21), ("d32", 2, 1.84)])
 def test_move_overhead_is_the_papers_equation_10(preset, scale, percent):
     """FLOPs that MoVE adds to the blocks: H(M+1) / (12d + 2T). The paper prints 1.8% for D32."""
-    plain = paper_move(preset, "none", scale)
+    plain = on_meta("move", preset, memory="none")
     flops = plain.flops_per_token()
     blocks = flops - 6 * plain.head.weight.numel()
-    added = paper_move(preset, "move", scale).flops_per_token() - flops
+    added = on_meta("move", preset, memory_scale=scale).flops_per_token() - flops
     assert round(100 * added / blocks, 2) == percent
 
 
@@ -2157,7 +2160,7 @@ def test_move_fills_in_what_is_automatic():
     assert [from_depth(12, memory=m).gate_v for m in ("move", "lave", "none")] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("fields, message", [
+@parametrize("fields, message", [
     (dict(n_embd=30), r"n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head"),
     (dict(n_kv_head=3), "n_head=4, n_kv_head=3"),
     (dict(n_layer=0), "n_layer=0: must be at least 1"),
@@ -2173,44 +2176,24 @@ def test_move_config_errors(fields, message):
 
 # ================================================================ model_lime.py: LIMe
 
-LIME_COUNTS = {                # Table 13, to the unit: LLaMA, LIMe, DenseFormer, Hyper-Connections
-    "1b_gqa": (1_076_072_448, 1_076_081_088, 1_076_072_600, 1_076_400_960),
-    "1b_mha": (1_176_735_744, 1_176_873_984, 1_176_735_896, 1_177_064_256),
-    "150m": (151_862_784, 151_873_872),
-    "deep128": (134_566_400,),
-}
 LIME_ROUTERS = ["static", "average", "last-2", "first-1", "first-1-prev", "dilated-2",
                 "no-head-mix", "per-dim", "dynamic"]
-every_router = pytest.mark.parametrize("router", LIME_ROUTERS)
-
-
-def paper_lime(preset, **switches):
-    with torch.device("meta"):
-        return model_lime.Model(model_lime.Config(**model_lime.PRESETS[preset], **switches))
-
-
-@pytest.mark.parametrize("preset", LIME_COUNTS)
-def test_lime_parameter_counts(preset):
-    columns = [dict(router="none"), dict(), dict(baseline="denseformer"), dict(baseline="hyper")]
-    for total, column in zip(LIME_COUNTS[preset], columns):
-        assert paper_lime(preset, **column).param_counts()["total"] == total
 
 
 def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active():
-    llama, lime = LIME_COUNTS["150m"]
-    assert paper_lime("150m").param_counts()["memory"] == lime - llama
+    assert on_meta("lime", "150m").param_counts()["memory"] == 151_873_872 - 151_862_784
     tied = make("lime").param_counts()
     untied = make("lime", tied=False).param_counts()
     assert tied["active"] == tied["total"]
     assert untied["active"] == tied["total"] + 32
 
 
-@pytest.mark.parametrize("preset, gmacs", [("1b_gqa", 2.265), ("1b_mha", 36.24)])
+@parametrize("preset, gmacs", [("1b_gqa", 2.265), ("1b_mha", 36.24)])
 def test_lime_routing_costs_what_table_13_says(preset, gmacs):
-    lime = paper_lime(preset).flops_per_token()
-    llama = paper_lime(preset, router="none").flops_per_token()
+    lime = on_meta("lime", preset).flops_per_token()
+    llama = on_meta("lime", preset, router="none").flops_per_token()
     added = (lime - llama) / 6 * 2048                          # of 2,048 tokens
-    assert added / 1e9 == pytest.approx(gmacs, rel=5e-4)
+    assert added / 1e9 == approx(gmacs, rel=5e-4)
 
 
 def slow_mixture(model, l, h, x):
@@ -2243,16 +2226,12 @@ def slow_lime(model, tokens):
     paper's equations; float64."""
     c = model.config
     d_h = c.head_dim
-
-    def norm(x, weight):
-        return plain_norm(x, c.norm_eps) * weight
-
     x = model.embed.weight[tokens]
     K = []
     V = []
     for l, block in enumerate(model.blocks):
         W = weights_of(block)
-        h = norm(x, W["attn_norm"])
+        h = plain_norm(x, c.norm_eps, W["attn_norm"])
         K.append((h @ W["attn.W_K"].T).view(-1, c.n_kv_head, d_h))                 # eq. 1
         V.append((h @ W["attn.W_V"].T).view(-1, c.n_kv_head, d_h))
         y = torch.zeros_like(x)
@@ -2268,30 +2247,28 @@ def slow_lime(model, tokens):
                 keys.append(turned(key, t, 1, c.rope_base))
                 values.append(value)
                 q = turned(W["attn.W_Q"][mine] @ h[t], t, 1, c.rope_base)
-                y[t, mine] = attention_of(q, keys, values)
+                y[t, mine] = attention_of(q, torch.stack(keys), torch.stack(values))
         x = x + y @ W["attn.W_O"].T
-        h = norm(x, W["mlp_norm"])
-        gate = F.silu(h @ W["mlp.gate"].T)
-        x = x + (gate * (h @ W["mlp.up"].T)) @ W["mlp.down"].T
-    return norm(x, model.norm.weight) @ model.embed.weight.T
+        x = x + plain_swiglu(plain_norm(x, c.norm_eps, W["mlp_norm"]), W)
+    return plain_norm(x, c.norm_eps, model.norm.weight) @ model.embed.weight.T
 
 
-@pytest.mark.parametrize("switches", [
-    *[dict(router=router) for router in LIME_ROUTERS],
-    dict(n_head=4, n_kv_head=2, n_embd=16),
-    dict(router="none", norm_eps=0.5, rope_base=50.0),
-], ids=str)
+@parametrize("switches", [
+    *[f"router={router}" for router in LIME_ROUTERS],
+    "n_head=4 n_kv_head=2 n_embd=16",
+    "router=none norm_eps=0.5 rope_base=50.0",
+])
 def test_lime_equals_its_equations_written_as_loops(switches):
-    fields = {"n_embd": 8, "n_inner": 8, **switches}
+    fields = dict(n_embd=8, n_inner=8) | typed("lime", switches)
     idx = some_tokens(1, 4)
     model = make("lime", dtype=torch.float64, **fields)
     want = slow_lime(model, idx[0])
     assert_equal_with_gradients(model, model(idx)[0][0], want, idx[0])
     with torch.no_grad():                                      # mixes without checkpoints
-        torch.testing.assert_close(model(idx)[0][0].double(), want, atol=2e-5, rtol=1e-5)
+        assert_close(model(idx)[0][0].double(), want, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("router, layers", [                   # of layers 2 to 6, counted from 1
+@parametrize("router, layers", [                   # of layers 2 to 6, counted from 1
     ("static", "12 123 1234 12345 123456"),
     ("last-6", "12 123 1234 12345 123456"),
     ("last-2", "12 23 34 45 56"),
@@ -2308,20 +2285,7 @@ def test_lime_layers_of_the_restricted_routers_are_those_of_appendices_f_and_g(r
         assert [source + 1 for source in block.attn.router.sources] == [int(l) for l in expected]
 
 
-def test_lime_with_the_identity_as_router_is_llama():
-    idx = some_tokens()
-    lime = make("lime")
-    llama = make("lime", router="none")
-    lime.load_state_dict(llama.state_dict(), strict=False)
-    assert (lime(idx)[0] - llama(idx)[0]).abs().max() > 1e-2
-    for block in lime.blocks[1:]:
-        R = block.attn.router.R.data
-        R.zero_()
-        R[:, -2:] = torch.eye(2)
-    torch.testing.assert_close(lime(idx)[0], llama(idx)[0])
-
-
-@pytest.mark.parametrize("router, shape", [
+@parametrize("router, shape", [
     ("static", (8, 64)),
     ("last-4", (8, 32)),
     ("per-dim", (4, 8, 64)),
@@ -2338,7 +2302,7 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
     noise = mixer.R[..., :-n_own]
     bound = math.sqrt(3 / shape[-1])                           # Appendix H
     assert 0.9 * bound < noise.abs().max() <= bound
-    assert noise.var().item() == pytest.approx(1 / shape[-1], rel=0.35)
+    assert noise.var().item() == approx(1 / shape[-1], rel=0.35)
     if router == "dynamic":
         assert (mixer.W == 0).all()
 
@@ -2346,10 +2310,10 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
 def test_lime_routers_can_start_as_nothing_but_noise():
     R = make("lime", router_init="random", randomize=False, n_head=8, n_layer=8)
     R = R.blocks[7].attn.router.R
-    assert R[:, -8:].std().item() == pytest.approx(1 / 8, rel=0.2)
+    assert R[:, -8:].std().item() == approx(1 / 8, rel=0.2)
 
 
-@every_router
+@parametrize("router", LIME_ROUTERS)
 def test_rope_before_or_after_mixing_is_the_same_for_scalar_weights(router):
     model, x = make("lime", router=router, n_kv_head=2, n_head=4), torch.randn(2, 7, 32)
     mixer = model.blocks[2].attn.router
@@ -2361,7 +2325,7 @@ def test_rope_before_or_after_mixing_is_the_same_for_scalar_weights(router):
     if router == "per-dim":
         assert (after - before).abs().max() > 0.1
     else:
-        torch.testing.assert_close(before, after)
+        assert_close(before, after)
 
 
 def saved_bytes(model, idx):
@@ -2388,7 +2352,7 @@ def bytes_that_routing_keeps(router, L):
     return lime - saved_bytes(make("lime", router="none", **fields), idx)
 
 
-@pytest.mark.parametrize("router", [r for r in LIME_ROUTERS if r != "dynamic"])
+@parametrize("router", [r for r in LIME_ROUTERS if r != "dynamic"])
 def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
     buffer = 2 * 16 * 128 * 16 * 4                             # 2 L B T H_kv d_h numbers
     kept = bytes_that_routing_keeps(router, 16)
@@ -2397,7 +2361,7 @@ def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
         twice = bytes_that_routing_keeps(router, 32)
         four_times = bytes_that_routing_keeps(router, 64)
         assert four_times <= 1.1 * 4 * buffer
-        assert four_times - twice == pytest.approx(2 * (twice - kept), rel=0.05)
+        assert four_times - twice == approx(2 * (twice - kept), rel=0.05)
 
 
 @slow
@@ -2411,25 +2375,14 @@ def test_lime_compiles_without_graph_breaks_and_keeps_its_memory_bound():
     buffer = 2 * 6 * 256 * 32 * 4
     assert kept - plain <= 1.1 * buffer
     for p, grad in zip(lime.parameters(), want):
-        torch.testing.assert_close(p.grad, grad, atol=1e-4, rtol=1e-3)
+        assert_close(p.grad, grad, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("switches", [
-    dict(), dict(router="per-dim"), dict(router="none"), dict(n_head=4, n_kv_head=2)], ids=str)
-def test_lime_caches_routed_keys_and_values_in_the_size_of_a_plain_cache(switches):
-    model = make("lime", **switches)
-    cache = model.new_cache(1, 10)
-    model(some_tokens(1, 4), cache=cache)
-    assert len(cache.store) == 6
-    for t in cache.store.values():
-        assert t.shape == (1, 10, model.config.n_kv_head, model.config.head_dim)
-
-
-@pytest.mark.parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
-@pytest.mark.parametrize("switches", [
-    dict(router="dynamic", tied=False), dict(baseline="hyper"), dict(baseline="denseformer")])
+@parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
+@parametrize("switches", [
+    "router=dynamic tied=False", "baseline=hyper", "baseline=denseformer"])
 def test_lime_routers_learn_and_decay_as_they_are_told_to(switches, lr, decay):
-    model = make("lime", router_lr=lr, router_decay=decay, **switches)
+    model = make("lime", router_lr=lr, router_decay=decay, **typed("lime", switches))
     for name, group in groups_by_name(model, "adamw", 1e-3, 0.1):
         still = ("embed", "head", "norm", "static", ".router.")
         want = (1e-3, 0.0 if any(part in name for part in still) else 0.1)
@@ -2437,7 +2390,7 @@ def test_lime_routers_learn_and_decay_as_they_are_told_to(switches, lr, decay):
             want = (1e-3 * lr, decay)
         elif name.endswith("router.W"):
             want = (1e-4 * lr, 0.0)
-        assert (group["lr"], group["weight_decay"]) == pytest.approx(want), name
+        assert (group["lr"], group["weight_decay"]) == approx(want), name
     for name, module in model.named_modules():
         if ".router" in name:
             assert not isinstance(module, torch.nn.Linear), "--optimizer=muon takes those"
@@ -2452,7 +2405,7 @@ def test_lime_inspect_is_the_heat_map_of_figures_5_and_9():
     assert axes == ("layer", "head", "source")
     assert grid[0].tolist() == [[1, 0, 0], [1, 0, 0]]
     mean = 6                                                   # of the heads' 8 and 4
-    torch.testing.assert_close(grid[2], torch.tensor([[0, 4.0, 4], [0, 2, 2]]) / mean)
+    assert_close(grid[2], torch.tensor([[0, 4.0, 4], [0, 2, 2]]) / mean)
 
 
 def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
@@ -2463,43 +2416,33 @@ def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
     for block in plain.blocks:
         block.attn_norm = torch.nn.LayerNorm(32, 1e-12, elementwise_affine=False)
         block.mlp_norm = block.attn_norm
-    torch.testing.assert_close(hyper(idx)[0], plain(idx)[0])
+    assert_close(hyper(idx)[0], plain(idx)[0])
     layers = [m for m in hyper.modules() if isinstance(m, model_lime.HyperConnection)]
     assert len(layers) == 6
     for number, layer in enumerate(layers):
-        alpha = torch.zeros(4, 5)
-        alpha[number % 4, 0] = 1
-        alpha[:, 1:] = torch.eye(4)
+        alpha = torch.cat((torch.eye(4)[:, [number % 4]], torch.eye(4)), 1)
         assert torch.equal(layer.static_alpha.float(), alpha)
-        assert layer.static_beta.tolist() == [1, 1, 1, 1]
-        assert layer.alpha_scale.item() == layer.beta_scale.item() == pytest.approx(0.01)
+        assert layer.static_beta.tolist() == [1] * 4
+        assert layer.alpha_scale.item() == layer.beta_scale.item() == approx(0.01)
 
 
-def test_a_hyper_connection_written_as_loops():
+def test_a_hyper_connection_equals_its_equations():
     layer = make("lime", baseline="hyper").blocks[1].mlp_connection
-    h = torch.randn(1, 2, 4, 32)
+    h = torch.randn(1, 2, 4, 32)                               # four streams
+    z = F.layer_norm(h, [32], eps=1e-6)
+    alpha = layer.static_alpha + layer.alpha_scale * torch.tanh(z @ layer.alpha_fn)
+    beta = layer.static_beta[:, None] + layer.beta_scale * torch.tanh(z @ layer.beta_fn)
+    x, *streams = torch.einsum("btij,btid->jbtd", alpha, h)
     out = layer(h, lambda x: x.flip(-1))
-    for t in range(2):
-        alpha = []
-        beta = []
-        for i, stream in enumerate(h[0, t]):
-            z = F.layer_norm(stream, [32], eps=1e-6)
-            a = torch.tanh(z @ layer.alpha_fn)
-            b = torch.tanh(z @ layer.beta_fn)
-            alpha.append(layer.static_alpha[i] + layer.alpha_scale * a)
-            beta.append(layer.static_beta[i] + layer.beta_scale * b)
-        x = sum(alpha[i][0] * h[0, t, i] for i in range(4))
-        for j in range(4):
-            stream = sum(alpha[i][j + 1] * h[0, t, i] for i in range(4))
-            want = stream + beta[j] * x.flip(-1)
-            torch.testing.assert_close(out[0, t, j], want, atol=1e-4, rtol=1e-4)
+    for j, stream in enumerate(streams):
+        assert_close(out[:, :, j], stream + beta[:, :, j] * x.flip(-1), atol=1e-4, rtol=1e-4)
 
 
 def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
     idx = some_tokens()
     start = make("lime", baseline="denseformer", randomize=False)
     plain = make("lime", router="none", randomize=False)
-    torch.testing.assert_close(start(idx)[0], plain(idx)[0])
+    assert_close(start(idx)[0], plain(idx)[0])
     model = make("lime", baseline="denseformer")
     theta = model_lime.rotary_frequencies(model.config, "cpu")
     rotary = model_lime.rotary_tables(theta, 0, 12)
@@ -2509,10 +2452,10 @@ def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
         X.append(model_lime.Block.forward(block, Y, rotary, [], None))
         Y = sum(block.alpha[j] * X[j] for j in range(number + 2))
         assert len(block.alpha) == number + 2
-    torch.testing.assert_close(model(idx)[0], model.logits(model.norm(Y)))
+    assert_close(model(idx)[0], model.logits(model.norm(Y)))
 
 
-@pytest.mark.parametrize("fields, message", [
+@parametrize("fields, message", [
     (dict(n_embd=30), r"n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head"),
     (dict(n_kv_head=3), "n_head=4, n_kv_head=3"),
     (dict(n_inner=0), "n_inner=0"),
@@ -2537,8 +2480,7 @@ def test_lime_config_fills_in_what_is_automatic():
 # ================================================================ model_ultramem.py: UltraMemV2
 
 def slow_norm(t, weight):
-    mean_square = t.square().mean(-1, keepdim=True)
-    return t / (mean_square + 1e-5).sqrt() * weight
+    return plain_norm(t, 1e-5, weight)
 
 
 def slow_picks(r, c, q, h):
@@ -2585,20 +2527,20 @@ def slow_ultramem(memory, x, tables, which):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("layer, which, switches", [
-    (1, [0], dict()),
-    (1, [0], dict(heads=2, rank_queries=0, pre_value_dim=0)),
-    (1, [0], dict(virtual=4)),
-    (1, [0], dict(virtual=4, projectors=4, rank_queries=0)),
-    (2, [2, 0], dict(share="ring:2")),
-    (2, [1, 2], dict(share="noring:2", n_keys=4)),
-    (1, [0, 1, 2], dict(share="block:3")),
-    (1, [0], dict(memory="ultramem", memory_layers="all")),
-    (0, [0], dict(memory="ultramem", memory_layers="all", pre_value_dim=4, heads=1)),
+@parametrize("layer, which, switches", [
+    (1, [0], ""),
+    (1, [0], "heads=2 rank_queries=0 pre_value_dim=0"),
+    (1, [0], "virtual=4"),
+    (1, [0], "virtual=4 projectors=4 rank_queries=0"),
+    (2, [2, 0], "share=ring:2"),
+    (2, [1, 2], "share=noring:2 n_keys=4"),
+    (1, [0, 1, 2], "share=block:3"),
+    (1, [0], "memory=ultramem memory_layers=all"),
+    (0, [0], "memory=ultramem memory_layers=all pre_value_dim=4 heads=1"),
 ], ids=str)
 def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(
         layer, which, switches):
-    fields = {**dict(n_keys=5, top_k=4, value_dim=12), **switches}
+    fields = dict(n_keys=5, top_k=4, value_dim=12) | typed("ultramem", switches)
     model = make("ultramem", torch.float64, **fields).eval()
     model.begin_step(0, 1)
     memory = model.blocks[layer].memory
@@ -2606,13 +2548,13 @@ def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(
     x = torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
     y = memory(x[None], model.tables)[0][0]
     want = slow_ultramem(memory, x, tables, which)
-    torch.testing.assert_close(y, want)
+    assert_close(y, want)
     one_token = memory(x[None, :1], model.tables)[0][0]        # as in decoding
-    torch.testing.assert_close(one_token, want[:1])
+    assert_close(one_token, want[:1])
     parameters = [x, *memory.parameters(), *tables.parameters()]
     grads = torch.autograd.grad(y.square().sum(), parameters)
     wanted = torch.autograd.grad(want.square().sum(), parameters)
-    torch.testing.assert_close(grads, wanted)
+    assert_close(grads, wanted)
     assert all(grad.abs().max() > 0 for grad in grads)
 
 
@@ -2625,7 +2567,7 @@ def rival(memory, **fields):
     return model, module, x, y[0], aux
 
 
-@pytest.mark.parametrize("memory", ["pkm", "memory+", "peer"])
+@parametrize("memory", ["pkm", "memory+", "peer"])
 def test_ultramem_predecessors_equal_their_equations_over_all_slots(memory):
     model, module, x, y, _ = rival(memory, top_k=3)
     r, c = module.retrieve, model.config
@@ -2646,12 +2588,12 @@ def test_ultramem_predecessors_equal_their_equations_over_all_slots(memory):
             gate = F.silu(module.W_g.weight @ token)
             out = module.W_out.weight @ (out * gate)
         want.append(out)
-    torch.testing.assert_close(y, torch.stack(want))
+    assert_close(y, torch.stack(want))
     assert model.blocks[1].memory is None and model.blocks[2].mlp is not None
     assert len(model.tables) == (1 if memory == "memory+" else 2)
 
 
-@pytest.mark.parametrize("init", ["published", "ffn"])
+@parametrize("init", ["published", "ffn"])
 def test_ultramem_moe_equals_its_equation_and_has_olmoes_losses(init):
     model, module, x, y, aux = rival("moe", top_k=2, init=init)
     logits = x @ module.retrieve.W_g.weight.T
@@ -2666,11 +2608,11 @@ def test_ultramem_moe_equals_its_equation_and_has_olmoes_losses(init):
         hidden = F.silu(gate @ x[t]) * (up @ x[t])
         want[t] += gates[t, i] * hidden @ down                 # eq. 2
     near = dict(atol=1e-5, rtol=1e-5)                          # gates are fp32
-    torch.testing.assert_close(y, want, **near)
+    assert_close(y, want, **near)
     share = torch.bincount(picks.flatten(), minlength=5) / 12
     balance = 5 * (share * p.mean(0)).sum() / 3                # a mean over the layers
     z = logits.logsumexp(-1).square().mean()
-    torch.testing.assert_close(aux.double(), 0.01 * balance + 0.001 * z, **near)
+    assert_close(aux.double(), 0.01 * balance + 0.001 * z, **near)
     assert model.blocks[2].mlp is None and model.blocks[1].mlp is not None
     assert len(model.tables) == 0
 
@@ -2693,12 +2635,12 @@ def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
         left, _, right = torch.linalg.svd(r.core.sum(0))
         want = left[:, :, :1] * right[:, :1]                   # whatever the sign of the pair
         pair = r.u[:, :, None] * r.v[:, None]
-        torch.testing.assert_close(pair, want)
+        assert_close(pair, want)
         assert step == 0 or (r.u * last).sum(1).min() > 0.99
     assert (r.u[:, 0] < -0.7).all()                            # 3.9 rad: the other way round
 
 
-@pytest.mark.parametrize("m, value_dim, pre_value_dim, n_layer", [
+@parametrize("m, value_dim, pre_value_dim, n_layer", [
     (32, 48, 16, 2),
     (8, 32, 32, 6),
     (64, 96, 8, 3),
@@ -2715,23 +2657,18 @@ def test_ultramem_appendix_start_has_the_variance_of_the_ffn(m, value_dim, pre_v
     scores = block.memory.retrieve(x[0])[0]
     y = block.memory(x, model.tables)[0]
     ffn = block.mlp(x)
-    assert scores.mean().item() == pytest.approx(1, abs=0.05)
-    assert y.std().item() == pytest.approx(eq25, rel=0.1)
-    assert ffn.std().item() == pytest.approx(eq25 / 1.8, rel=0.1)
+    assert scores.mean().item() == approx(1, abs=0.05)
+    assert y.std().item() == approx(eq25, rel=0.1)
+    assert ffn.std().item() == approx(eq25 / 1.8, rel=0.1)
 
 
-def ultramem_on_meta(**fields):
-    with torch.device("meta"):
-        return model_ultramem.Model(model_ultramem.Config(**fields))
-
-
-@pytest.mark.parametrize("memory, value_rate", [("ultramemv2", None), ("memory+", 1e-3)])
+@parametrize("memory, value_rate", [("ultramemv2", None), ("memory+", 1e-3)])
 def test_ultramem_rates_grow_below_width_768_and_memory_plus_keeps_its_values_constant(
         memory, value_rate):
     for width, more in ((384, 2), (1536, 1)):
-        model = ultramem_on_meta(n_layer=5, n_embd=width, memory=memory, value_lr=4)
+        model = on_meta("ultramem", n_layer=5, n_embd=width, memory=memory, value_lr=4)
         rest, values = model.param_groups("adamw", 3e-4, 0.1)
-        rate = pytest.approx(3e-4 * more)
+        rate = approx(3e-4 * more)
         assert rest["lr"] == rate and values["lr"] == (value_rate or rate)
         assert rest["schedule"] and values["schedule"] == (value_rate is None)
         assert "boost" not in rest and values["boost"] == (4, 0.25)
@@ -2748,16 +2685,16 @@ ULTRAMEM_PAPER = {     # Table 10: total (billions), active (millions); ours, wh
 }
 
 
-@pytest.mark.parametrize("preset, paper", ULTRAMEM_PAPER.items())
+@parametrize("preset, paper", ULTRAMEM_PAPER.items())
 def test_ultramem_parameter_counts(preset, paper):
     """The paper counts a tied embedding as active, not in the total; of untied ones neither."""
-    model = ultramem_on_meta(**model_ultramem.PRESETS[preset])
+    model = on_meta("ultramem", preset)
     counts, c = model.param_counts(), model.config
     embed = c.vocab_size * c.n_embd
     total, active = counts["total"] - embed, counts["active"]
     if not c.tied:
         total, active = total - embed, active - embed - c.n_embd
-    assert (total / 1e9, active / 1e6) == pytest.approx(paper, rel=0.01)
+    assert (total / 1e9, active / 1e6) == approx(paper, rel=0.01)
     exact = {"227m_1.2b": 995_328_000, "1b_7b": 5_138_546_688, "olmoe_227m_1.2b": 1_132_462_080}
     assert counts["memory"] == exact.get(preset, counts["memory"])
     if preset == "227m_1.2b":
@@ -2765,12 +2702,12 @@ def test_ultramem_parameter_counts(preset, paper):
         assert read == 20 * 32 * (192 + 192)
 
 
-@pytest.mark.parametrize("depth", [4, 12])
+@parametrize("depth", [4, 12])
 def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default(depth):
     counts = {}
     for memory in ("none", *model_ultramem.MEMORIES):
-        model = ultramem_on_meta(n_layer=depth, n_embd=64 * depth, vocab_size=4096, n_head=depth,
-                                 memory=memory)
+        model = on_meta("ultramem", n_layer=depth, n_embd=64 * depth, vocab_size=4096,
+                        n_head=depth, memory=memory)
         counts[memory] = model.param_counts()
         saved = vars(model.config)
         assert vars(model_ultramem.Config(**saved)) == saved, "as a checkpoint has them"
@@ -2778,15 +2715,15 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
         assert dense.n_inner == saved["n_inner"], "the memory goes, and nothing else"
     want = counts["ultramemv2"]
     for memory, count in counts.items():
-        assert count["active"] == pytest.approx(want["active"], rel=0.015), memory
+        assert count["active"] == approx(want["active"], rel=0.015), memory
         if memory != "none":
-            assert count["total"] == pytest.approx(want["total"], rel=0.01), memory
+            assert count["total"] == approx(want["total"], rel=0.01), memory
 
 
 def test_ultramem_layers_share_tables_as_in_table_7():
     def first_tables(share, g):
         """The first of the g tables that each of 24 layers picks from."""
-        model = ultramem_on_meta(n_layer=24, n_keys=4, top_k=4, share=f"{share}:{g}")
+        model = on_meta("ultramem", n_layer=24, n_keys=4, top_k=4, share=f"{share}:{g}")
         return [block.memory.offset // 16 for block in model.blocks]
 
     assert first_tables("ring", 4) == [*range(24)]             # the paper's, a layer later
@@ -2812,7 +2749,7 @@ def test_ultramem_v1_reads_in_one_block_and_adds_after_a_later_one():
     assert added[0].abs().max() > 0.1
     _, before, after, _, before_without, after_without = inputs
     assert torch.equal(before, before_without)
-    torch.testing.assert_close(after - after_without, added[0], atol=1e-5, rtol=1e-5)
+    assert_close(after - after_without, added[0], atol=1e-5, rtol=1e-5)
 
 
 def test_ultramem_layers_of_each_memory_are_the_papers():
@@ -2846,7 +2783,7 @@ def test_ultramem_balance_loss_changes_gradients_and_not_the_loss():
         picks = torch.bincount(s.topk(4).indices.flatten(), minlength=12)      # m_key = 4
         probability = s.softmax(-1).mean(0)                    # eq. 18
         loss = loss + 12 * (picks / 800 * probability).sum()   # eqs. 19, 20
-    torch.testing.assert_close(r(x)[2], 0.5 * loss)
+    assert_close(r(x)[2], 0.5 * loss)
 
 
 def test_ultramem_compiles_in_one_graph():
@@ -2858,7 +2795,7 @@ def test_ultramem_compiles_in_one_graph():
         loss.backward()
         found.append((loss, [p.grad.clone() for p in model.parameters()]))
         model.zero_grad()
-    torch.testing.assert_close(*found)
+    assert_close(*found)
 
 
 def test_ultramem_dense_gradients_are_one_graph_and_row_sparse_ones_many():
@@ -2871,48 +2808,17 @@ def test_ultramem_dense_gradients_are_one_graph_and_row_sparse_ones_many():
         assert counter.frame_count > 4 if sparse else counter.frame_count == 1
 
 
-@pytest.mark.parametrize("switches", [
-    dict(share="ring:2"),
-    dict(memory="ultramem", memory_layers="0:1/1:2"),
-    dict(memory="memory+"),
-    dict(memory="peer"),
-], ids=str)
-def test_ultramem_sparse_gradients_are_the_dense_ones_on_the_touched_rows(switches):
-    tables = {}
-    for sparse in (False, True):
-        model = make("ultramem", n_keys=12, top_k=4, sparse_memory=sparse, **switches)
-        tables[sparse] = list(model.tables.parameters())
-        for p in tables[sparse]:
-            kernels.keep_coalesced(p)
-        for part in some_tokens().split(1):                    # two micro-batches
-            model(part, part)[1].backward()
-    for a, b in zip(tables[False], tables[True]):
-        assert b.grad.is_coalesced() and 0 < b.grad._nnz() < len(b)
-        torch.testing.assert_close(b.grad.to_dense(), a.grad)
-
-
-def test_ultramem_trains_sparsely_with_decaying_value_rates(text_folder, tmp_path):
-    """value_lr=4 until twice the run: at step 11 of 12 values have 1 + 3 * (1 - 11/24) times the
-    rate. A checkpoint holds all that the memory needs, the shuffle and u, v included."""
-    run = train("--model=ultramem", f"--dataset={text_folder}", f"--out_dir={tmp_path}",
-                "--depth=1", "--block_size=32", "--batch_tokens=128", "--sample_tokens=0",
-                "--max_iters=12", "--eval_tokens=256", "--n_keys=12", "--top_k=4",
-                "--sparse_memory=True", "--value_lr=4", "--value_lr_until=2")
-    groups = [optimizer.param_groups[0] for optimizer in run["optimizers"]]
-    rates = {group["kind"]: group["lr"] for group in groups}
-    assert rates["sparse"] == pytest.approx(rates["adamw"] * 2.625)
-    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+def test_ultramem_checkpoints_hold_the_shuffle_and_the_singular_vectors():
     logits = []
+    saved = make("ultramem", n_keys=12, top_k=4).state_dict()
     for seed in (1, 2):
-        torch.manual_seed(seed)
-        model = model_ultramem.Model(model_ultramem.Config(**saved["model_config"]))
-        model.init_weights()
-        model.load_state_dict(saved["model"])
+        model = make("ultramem", n_keys=12, top_k=4, seed=seed)
+        model.load_state_dict(saved)
         logits.append(model(some_tokens())[0])
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("memory, n_slots", [
+@parametrize("memory, n_slots", [
     ("ultramemv2", 144), ("ultramem", 4 * 144), ("memory+", 144), ("moe", 12)])
 def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     model = make("ultramem", memory=memory, memory_layers="0,2", n_keys=12, top_k=4)
@@ -2921,17 +2827,15 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     retrieve = model.blocks[2].memory.retrieve
     retrieve.register_forward_hook(lambda module, args, output: out.append(output[1]))
     model(idx)
-    uses = torch.zeros(n_slots)
-    for slot in out[0].flatten():
-        uses[slot] += 1
+    uses = torch.bincount(out[0].flatten(), minlength=n_slots)
     p = uses[uses > 0] / uses.sum()
-    times = [uses == 0, uses == 1, (uses == 2) | (uses == 3)]
-    torch.testing.assert_close(seen["kl"], (p * (p * n_slots).log()).sum())
-    torch.testing.assert_close(seen["use"][:3], torch.stack(times).float().mean(1))
+    assert_close(seen["kl"], (p * (p * n_slots).log()).sum())
+    times = [(uses == n).sum() / n_slots for n in range(4)]
+    assert_close(seen["use"][:3], torch.stack((times[0], times[1], times[2] + times[3])))
     assert seen["dead"] == seen["use"][0] and len(seen["use"]) == 12
 
 
-@pytest.mark.parametrize("fields, message", [
+@parametrize("fields, message", [
     (dict(memory="mem"), "memory='mem': choose one of none, ultramemv2, ultramem"),
     (dict(n_head=5), "n_embd=64, n_head=5"),
     (dict(memory_layers="0,4"), "memory_layers='0,4': give different blocks from 0 to 3"),
@@ -2980,19 +2884,14 @@ def midus_base(dtype=torch.float32, seed=0, **fields):
     return base.to(dtype)
 
 
-def midus_grown(method="midus", base=None, **fields):
+def midus_grown(upscale="midus", base=None, **fields):
     fields = {"n_keys": 5, "top_k": 3, "inserted": 3, **fields}
-    return model_midus.upscale(base or midus_base(), method, **fields)
+    return model_midus.upscale(base or midus_base(), upscale, **fields)
 
 
 def midus_rotary(model, length):
     theta = model_midus.rotary_frequencies(model.config, "cpu")
     return model_midus.rotary_tables(theta, 0, length)
-
-
-def midus_step_loss(model, idx):
-    _, loss = model(idx[:, :-1], idx[:, 1:])
-    return loss
 
 
 @torch.no_grad()
@@ -3001,31 +2900,8 @@ def fill_randomly(module, std=1.0):
         p.normal_(0, std)
 
 
-BASE_1B = 1_235_814_400
-BASE_8B = 8_030_261_248
-
-
-@pytest.mark.parametrize("preset, fields, total", [
-    ("llama3.2_1b", dict(), 1_290_356_736),
-    ("llama3.2_1b", dict(upscale="base"), BASE_1B),
-    ("llama3.2_1b", dict(upscale="lesa"), BASE_1B + 486_572_032),
-    ("llama3.1_8b", dict(), BASE_8B + 423_690_240),
-    ("llama3.1_8b", dict(upscale="base"), BASE_8B),
-    ("llama3.1_8b", dict(upscale="llama_pro"), BASE_8B + 3_489_792_000),
-    ("llama3.1_8b", dict(memory="linear"), BASE_8B + 1_476_460_544),
-    ("llama3.1_8b", dict(memory="pkm"), BASE_8B + 1_212_219_392),
-    ("llama3.1_8b", dict(memory="ultramem"), BASE_8B + 1_291_913_216),
-], ids=str)
-def test_midus_parameter_counts(preset, fields, total):
-    with torch.device("meta"):
-        model = model_midus.Model(
-            model_midus.Config(**{**model_midus.PRESETS[preset], **fields}))
-    assert model.param_counts()["total"] == total
-
-
 def test_midus_slots_and_what_a_token_touches():
-    with torch.device("meta"):
-        model = model_midus.Model(model_midus.Config(**model_midus.PRESETS["llama3.1_8b"]))
+    model = on_meta("midus", "llama3.1_8b")
     assert 16 * 32 * model.inserted[0].memory.retrieve.n_slots == 2_097_152
     counts = model.param_counts()
     idle = 16 * 128 * (4096 - 32 * 4) + 128255 * 4096          # 32 heads read 4 rows of V each
@@ -3033,45 +2909,23 @@ def test_midus_slots_and_what_a_token_touches():
     assert counts["memory"] == 16 * 128 * (32 * 64 + 4096 + 32 * 128)      # keys, V, W_h
 
 
-@pytest.mark.parametrize("fields, firsts, apart", [            # of 24 blocks, of 48 blocks
-    (dict(), (1, 1), 3),
-    (dict(placement="top-heavy"), (8, 16), 2),
-    (dict(placement="bottom-heavy"), (0, 0), 2),
-    (dict(upscale="llama_pro"), (2, 2), 3),
-    (dict(upscale="solar"), (12, 24), 1),
-    (dict(upscale="avg_deus"), (8, 16), 2),
-    (dict(upscale="opt_deus"), (8, 16), 2),
-    (dict(upscale="lesa"), (8, 16), 2),
-], ids=str)
-def test_midus_placements_are_appendix_g4(fields, firsts, apart):
-    for D, first in zip((8, 16), firsts):
+@parametrize("flags, first_of_24, first_of_48, apart", rows("""
+placement=distributed      1     1     3
+placement=top-heavy        8     16    2
+placement=bottom-heavy     0     0     2
+upscale=llama_pro          2     2     3
+upscale=solar              12    24    1
+upscale=avg_deus           8     16    2
+upscale=opt_deus           8     16    2
+upscale=lesa               8     16    2
+"""))
+def test_midus_placements_are_appendix_g4(flags, first_of_24, first_of_48, apart):
+    for D, first in ((8, first_of_24), (16, first_of_48)):
         names = [f"blocks.{i}" for i in range(2 * D)]
         for j in range(D):
-            names.insert(first + j * apart, f"inserted.{j}")
-        config = model_midus.Config(n_layer=2 * D, inserted=D, **fields)
+            names.insert(int(first) + j * int(apart), f"inserted.{j}")
+        config = model_midus.Config(n_layer=2 * D, inserted=D, **typed("midus", flags))
         assert model_midus.layout(config) == names
-
-
-def test_midus_hml_equals_its_equations_written_as_loops():
-    hml = midus_grown(base=midus_base(torch.float64)).inserted[0].memory
-    fill_randomly(hml)
-    a = torch.randn(1, 3, 32, dtype=torch.float64)
-    keys, V = hml.retrieve.keys, hml.values                    # n = 5, k = 3, d_h = 8
-    want = torch.zeros_like(a)
-    for t in range(3):
-        for h in range(4):
-            mine = slice(8 * h, 8 * h + 8)
-            row, col = a[0, t, mine].chunk(2)                  # the query's halves
-            scores = torch.empty(25, dtype=torch.float64)
-            for i, j in itertools.product(range(5), range(5)):
-                scores[5 * i + j] = keys[h, 0, i] @ row + keys[h, 1, j] @ col
-            sigma, slots = scores.topk(3)
-            want[0, t, mine] = sigma.softmax(0) @ V[slots] @ hml.W_h[h]
-    got = hml(a)
-    torch.testing.assert_close(got, want)
-    parameters = list(hml.parameters())
-    slow = torch.autograd.grad(want, parameters, a.cos())
-    torch.testing.assert_close(torch.autograd.grad(got, parameters, a.cos()), slow)
 
 
 def ultramem_scores(core, row, col, k):
@@ -3085,37 +2939,46 @@ def ultramem_scores(core, row, col, k):
     return scores
 
 
-@pytest.mark.parametrize("memory", ["linear", "pkm", "ultramem"])
-def test_other_memories_equal_their_equations_written_as_loops(memory):
-    """Heads summed over one table; UltraMem: Tucker scores, four matrices for the rows."""
+@parametrize("memory", ["hml", "linear", "pkm", "ultramem"])
+def test_midus_memories_equal_their_equations_written_as_loops(memory):
+    """HML: each head has a projection of its own. The others: heads summed over one table; UltraMem
+    has Tucker scores and four matrices for the rows."""
     model = midus_grown(base=midus_base(torch.float64), memory=memory, n_keys=3, top_k=2)
     block = model.inserted[0]
     fill_randomly(block)
     x = torch.randn(1, 9, 32, dtype=torch.float64)
     rotary = midus_rotary(model, 9)
-    a = x + block.attn(block.attn_norm(x), rotary)
-    mem, want = block.memory, x.clone()
+    mem = block.memory
+    heads = block.attn(block.attn_norm(x), rotary)             # d_h = 8
+    q = heads if memory == "hml" else mem.W_q(x + heads)
+    want = x.clone()
     for t, h in itertools.product(range(9), range(4)):
-        q = mem.W_q(a[0, t])[8 * h:8 * h + 8]
+        mine = slice(8 * h, 8 * h + 8)
+        first, second = q[0, t, mine].chunk(2)
         keys = mem.retrieve.keys[h]
         if memory == "linear":
-            scores = keys @ q
-        elif memory == "pkm":
-            scores = (keys[0] @ q[:4])[:, None] + keys[1] @ q[4:]
+            scores = keys @ q[0, t, mine]
+        elif memory == "ultramem":
+            scores = ultramem_scores(mem.retrieve.core[h], keys[0] @ first, keys[1] @ second, 2)
         else:
-            core = mem.retrieve.core[h]
-            row, col = keys[0] @ q[:4], keys[1] @ q[4:]
-            scores = ultramem_scores(core, row, col, 2)
+            scores = (keys[0] @ first)[:, None] + keys[1] @ second
         sigma, slots = scores.flatten().topk(2)
-        for weight, slot in zip(sigma.softmax(0), slots):
-            value = mem.values[slot % 9]
-            if memory == "ultramem":
-                value = value @ mem.W_v[slot // 9]
-            want[0, t] += weight * value
-    torch.testing.assert_close(block(x, rotary, None), want)
+        rows = mem.values[slots % 9]
+        if memory == "ultramem":
+            rows = torch.einsum("kr,krd->kd", rows, mem.W_v[slots // 9])
+        said = sigma.softmax(0) @ rows
+        if memory == "hml":
+            want[0, t, mine] += said @ mem.W_h[h]
+        else:
+            want[0, t] += said
+    got = block(x, rotary, None)
+    assert_close(got, want)
+    parameters = list(block.parameters())
+    slow = torch.autograd.grad(want, parameters, x.cos())
+    assert_close(torch.autograd.grad(got, parameters, x.cos()), slow)
 
 
-@pytest.mark.parametrize("kind", ["batch_norm", "layer_norm", "residual", "out_proj"])
+@parametrize("kind", ["batch_norm", "layer_norm", "residual", "out_proj"])
 def test_midus_table_11_structures_make_these_queries(kind):
     model = midus_grown(queries=kind)
     block, theirs = model.inserted[1], model.blocks[3]         # theirs follows: a copied attention
@@ -3134,18 +2997,18 @@ def test_midus_table_11_structures_make_these_queries(kind):
         residual=x + a,
         out_proj=projected,
     )
-    torch.testing.assert_close(seen["queries"], want[kind], atol=1e-5, rtol=1e-4)
+    assert_close(seen["queries"], want[kind], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("fields", [
-    dict(), dict(placement="top-heavy", memory="pkm"),
-    dict(memory="ultramem"), dict(memory="linear"),
-    dict(queries="batch_norm"), dict(queries="out_proj"),
-    dict(method="llama_pro"), dict(method="opt_deus"),
-], ids=str)
+@parametrize("fields", [
+    "", "placement=top-heavy memory=pkm",
+    "memory=ultramem", "memory=linear",
+    "queries=batch_norm", "queries=out_proj",
+    "upscale=llama_pro", "upscale=opt_deus",
+])
 def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
     base = midus_base().eval()
-    model, idx = midus_grown(base=base, **fields).eval(), some_tokens(2, 14)
+    model, idx = midus_grown(base=base, **typed("midus", fields)).eval(), some_tokens(2, 14)
     with torch.no_grad():
         assert torch.equal(model(idx)[0], base(idx)[0])
         theirs, ours = base.new_cache(2, 14), model.new_cache(2, 14)
@@ -3194,7 +3057,7 @@ def test_opt_deus_puts_the_lower_neurons_in_the_upper_ones_order():
     upper.mlp_norm.weight.copy_((lower_norm + norm) / 2)
     upper.attn_norm.weight.copy_((upper.attn_norm.weight + 3) / 2)
     model_midus.silence(upper)
-    torch.testing.assert_close(new.state_dict(), upper.state_dict())
+    assert_close(new.state_dict(), upper.state_dict())
 
 
 def test_lesa_learns_to_tell_a_block_from_its_neighbours():
@@ -3218,7 +3081,7 @@ def test_lesa_with_the_mean_of_the_vs_is_the_mean_of_the_weights(monkeypatch):
     for name, p in avg.named_parameters():
         if "norm" in name:
             p = base.blocks[0].get_parameter(name[2:])
-        torch.testing.assert_close(lesa.get_parameter(name), p, atol=1e-5, rtol=1e-5)
+        assert_close(lesa.get_parameter(name), p, atol=1e-5, rtol=1e-5)
 
 
 def test_midus_inserted_heads_say_what_the_next_blocks_heads_say():
@@ -3239,22 +3102,22 @@ def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_ste
     optimizer = torch.optim.AdamW(model.param_groups("adamw", 1e-2, 0.0))
     for step in range(2):
         optimizer.zero_grad()
-        midus_step_loss(model, idx).backward()
+        model(idx, idx)[1].backward()
         for name, p in model.inserted.named_parameters():
             assert (p.grad.abs().max() > 0) == (step > 0 or name.endswith("values")), name
         optimizer.step()
 
 
-@pytest.mark.parametrize("fields, lowest", [
-    (dict(), 1), (dict(placement="top-heavy"), 3),
-    (dict(method="opt_deus"), 3), (dict(method="avg_deus"), 3),
-    (dict(method="lesa"), 3), (dict(method="llama_pro"), 2),
-    (dict(method="solar", inserted=2), 0), (dict(method="base", inserted=0), 0),
-], ids=str)
+@parametrize("fields, lowest", [
+    ("", 1), ("placement=top-heavy", 3),
+    ("upscale=opt_deus", 3), ("upscale=avg_deus", 3),
+    ("upscale=lesa", 3), ("upscale=llama_pro", 2),
+    ("upscale=solar inserted=2", 0), ("upscale=base inserted=0", 0),
+])
 def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
     """Below the lowest block that trains autograd saves no activation, and nothing that is frozen
     gets a gradient."""
-    model, idx = midus_grown(phase="cpt", **fields), some_tokens(2, 15)
+    model, idx = midus_grown(phase="cpt", **typed("midus", fields)), some_tokens(2, 15)
     weights = {p.data_ptr() for p in model.parameters()}
     inside = []                                                # the block that runs
     keepers = set()
@@ -3268,14 +3131,14 @@ def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = midus_step_loss(model, idx)
+        loss = model(idx, idx)[1]
     assert sorted(keepers) == list(range(lowest, len(model.stack)))
     loss.backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None) == (lowest == 0 or name.startswith("inserted."))
 
 
-@pytest.mark.parametrize("phase", ["", "cpt", "sft"])
+@parametrize("phase", ["", "cpt", "sft"])
 def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase):
     model = midus_grown(phase=phase, queries="layer_norm")
     seen = set()
@@ -3289,7 +3152,7 @@ def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase
     assert ("embed.weight" in seen) == (phase != "cpt")
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_midus_cached_values_change_nothing(dtype, tolerance):
     """Appendix G.2: V_h = V W_h, made once for decoding; it is never in a checkpoint."""
     model = midus_grown(r=6)
@@ -3302,7 +3165,7 @@ def test_midus_cached_values_change_nothing(dtype, tolerance):
         cache = model.new_cache(2, 12)
         V_h = cache.store[1, "V_h"]
         atol = tolerance * want.abs().max().item()
-        torch.testing.assert_close(hml(a, V_h), want, atol=atol, rtol=0)
+        assert_close(hml(a, V_h), want, atol=atol, rtol=0)
         V_h.zero_()                                            # it is what decoding reads
         block, rotary = model.inserted[0], midus_rotary(model, 12)
         assert torch.equal(block(a, rotary, cache), a)
@@ -3342,34 +3205,28 @@ def test_midus_proposition_2_the_gap_of_a_shared_bank():
     A, said, Pi, Y = midus_retrieval()
     shared = shared_fit(A, Y)
     gap = midus_loss(shared, Y) - midus_loss(Pi @ Y, Y)
-    torch.testing.assert_close(gap, midus_loss(shared, Pi @ Y))            # eq. 17
+    assert_close(gap, midus_loss(shared, Pi @ Y))            # eq. 17
     assert gap > 1
     met = A @ torch.randn(9, 4, dtype=torch.float64) + Y - Pi @ Y          # by one bank
     assert midus_loss(shared_fit(A, met), Pi @ met) < 1e-10
     A, said, Pi, Y = midus_retrieval(same=True)                # heads that retrieve alike
-    torch.testing.assert_close(shared_fit(A, Y), Pi @ Y.mean(0))
+    assert_close(shared_fit(A, Y), Pi @ Y.mean(0))
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0])
-def test_midus_proposition_3_the_excess_of_hive_is_at_most_half_rho_epsilon(scale):
-    A, said, Pi, noise = midus_retrieval()
+@parametrize("same, scale", [(True, 0.0), (False, 1e-3), (False, 1.0)])
+def test_midus_proposition_3_and_theorem_1_hives_excess_is_at_most_half_rho_epsilon(same, scale):
+    A, said, Pi, noise = midus_retrieval(same)
     R = scale * torch.randn(3, 9, 4, dtype=torch.float64)
     Y = said + A @ R + noise - Pi @ noise                      # V W_h + R_h is head h's optimum
     excess = midus_loss(said, Y) - midus_loss(Pi @ Y, Y)
-    torch.testing.assert_close(excess, midus_loss(A @ R, 0), atol=1e-10, rtol=1e-8)
+    assert_close(excess, midus_loss(A @ R, 0), atol=1e-10, rtol=1e-8)
     rho = torch.linalg.matrix_norm(A, 2).max() ** 2
     assert excess <= rho * midus_loss(R, 0) + 1e-10
+    if same:                                                   # which a shared bank cannot
+        assert midus_loss(shared_fit(A, Y), Y) > midus_loss(said, Y) + 1
 
 
-def test_midus_theorem_1_hive_has_the_head_specific_optimum_and_a_shared_bank_has_not():
-    A, said, Pi, noise = midus_retrieval(same=True)
-    Y = said + noise - Pi @ noise
-    hive = midus_loss(said, Y)
-    torch.testing.assert_close(hive, midus_loss(Pi @ Y, Y))
-    assert midus_loss(shared_fit(A, Y), Y) > hive + 1
-
-
-@pytest.mark.parametrize("fields, message", [
+@parametrize("fields, message", [
     (dict(upscale="dus"), "upscale='dus': choose one of ['midus', 'base', 'solar'"),
     (dict(memory="moe"), "memory='moe': choose one of ['hml', 'linear'"),
     (dict(phase="rl"), "phase='rl'"),
@@ -3416,7 +3273,7 @@ def test_midus_start_grows_a_base_once():
         model_midus.upscale(grown)
 
 
-@pytest.mark.parametrize("make_model, fields, message", [
+@parametrize("make_model, fields, message", [
     (midus_base, dict(upscale="midus", n_layer=3), "n_layer=3: here has n_layer="),
     (midus_base, dict(n_keys=9), "n_keys=9: here has n_keys="),
     (midus_grown, dict(n_keys=9), "n_keys=9: here has n_keys="),
@@ -3438,33 +3295,18 @@ def test_midus_inspect_shows_each_heads_shares_of_its_slots():
     want = torch.zeros(25)
     for t, place in itertools.product(range(9), range(3)):
         want[slots[t, 2, place]] += alpha[t, 2, place] / 9
-    torch.testing.assert_close(use[1, 2], want)
+    assert_close(use[1, 2], want)
 
 
-@pytest.mark.parametrize("upscale", ["midus", "opt_deus"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_midus_grows_a_hugging_face_model_whose_logits_equal_transformers(kind, upscale, tmp_path):
-    theirs, path = write_llama(tmp_path / "hf", kind)
-    ckpt = sample.load_hugging_face(path, model_midus)
-    found = model_midus.start(path, ckpt, dict(upscale=upscale))
-    ours = model_midus.Model(model_midus.Config(**found["model_config"])).eval()
-    ours.load_state_dict(found["model"])
-    idx = some_tokens(2, 60)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, atol=2e-5, rtol=1e-5)
-    assert len(ours.inserted) == 1
-
-
-def train_midus(*flags, expect=""):
-    return train("--model=midus", *TINY, "--depth=2", *flags, expect=expect)
+def train_midus(*flags, **more):
+    return train("--model=midus", *TINY, "--depth=2", *flags, **more)
 
 
 @pytest.fixture(scope="module")
 def midus_run(text_folder, tmp_path_factory):
     """A base of train.py's, trained for a few steps, and its run folder."""
     out = tmp_path_factory.mktemp("midus") / "base"
-    train_midus("--dense=True", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=4",
-                "--learning_rate=0.01")
+    train_midus("--dense=True --max_iters=4 --learning_rate=0.01", dataset=text_folder, out_dir=out)
     return out
 
 
@@ -3477,18 +3319,18 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     which moves everything."""
     cpt, sft = tmp_path / "cpt", tmp_path / "sft"
     flags = [f"--dataset={text_folder}", "--max_iters=6"]
-    run = train_midus(*flags, f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt",
-                      "--n_keys=8", f"--out_dir={cpt}")
+    run = train_midus(*flags, "--upscale=midus --phase=cpt --n_keys=8", init_from=midus_run,
+                      out_dir=cpt)
     for optimizer in run["optimizers"]:
         for group in optimizer.param_groups:                   # after the last of six steps
             left = group["lr"] / group["base_lr"]
-            assert left == (pytest.approx(.0955, abs=1e-3) if group["schedule"] else 1)
+            assert left == (approx(.0955, abs=1e-3) if group["schedule"] else 1)
     assert log_of(cpt, "val_loss")[0] == log_of(midus_run, "val_loss")[4]
     base, grown = saved_model(midus_run), saved_model(cpt)
     for name, tensor in grown.items():
         assert torch.equal(tensor, base.get(name, tensor))
     assert grown["inserted.0.memory.values"].abs().max() > 0
-    train_midus(*flags, f"--init_from={cpt}", "--phase=sft", f"--out_dir={sft}")
+    train_midus(*flags, "--phase=sft", init_from=cpt, out_dir=sft)
     assert log_of(sft, "val_loss")[0] == log_of(cpt, "val_loss")[6]
     tuned = saved_model(sft)
     for name, tensor in grown.items():
@@ -3501,25 +3343,17 @@ def test_midus_what_a_run_adds_follows_its_seed(midus_run, text_folder, tmp_path
     new = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(new))
-        train_midus(f"--dataset={text_folder}", f"--init_from={midus_run}", "--upscale=midus",
-                    "--n_keys=8", f"--seed={seed}", "--max_iters=1", f"--out_dir={tmp_path}")
+        train_midus("--upscale=midus --n_keys=8 --max_iters=1", dataset=text_folder,
+                    init_from=midus_run, seed=seed, out_dir=tmp_path)
         new.append(saved_model(tmp_path)["inserted.0.memory.retrieve.keys"])
     assert torch.equal(new[0], new[1])
     assert not torch.equal(new[0], new[2])
 
 
-def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path, monkeypatch):
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    flags = [f"--dataset={text_folder}", "--eval_interval=3", "--max_iters=6",
-             f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt", "--n_keys=8",
-             "--queries=batch_norm"]
-    train_midus(*flags, f"--out_dir={whole}")
-    with monkeypatch.context() as patch:
-        interrupt_at(3, patch)
-        train_midus(*flags, f"--out_dir={part}", expect="--init_from=resume")
-    train("--model=midus", f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
-    assert log_of(part) == log_of(whole) and len(log_of(part)) == 6
-    torch.testing.assert_close(saved_model(part), saved_model(whole), rtol=0, atol=0)
+def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
+    resumed(["--model=midus", *TINY, "--depth=2", f"--dataset={text_folder}", "--eval_interval=3",
+             "--max_iters=6", f"--init_from={midus_run}", "--upscale=midus", "--phase=cpt",
+             "--n_keys=8", "--queries=batch_norm"], 3, tmp_path)
 
 
 # ================================================================ model_hiermem.py
@@ -3528,32 +3362,25 @@ KINDS = ("ffn", "lora_qk", "lora_vo", "lora_ffn", "kv")
 TREE = dict(clusters="3,2", ranks="4,2", n_head=2, head_dim=8)
 
 
-@pytest.mark.parametrize("preset, fields, anchor, fetched, bank", [
-    ("openlm_160m", {}, 163_510_016, 18_063_360, 4_624_220_160),                         # Table 1
-    ("openlm_410m", {}, 411_665_408, 49_545_216, 12_683_575_296),
-    ("openlm_1b", {}, 1_439_893_504, 153_354_240, 21_139_292_160),
-    ("openlm_410m", dict(n_layer=12, ranks="3840,336,6,0"),                              # Table 8
-     257_475_584, 154_165_248, 6_341_787_648),
-    ("openlm_410m", dict(n_layer=17, ranks="1445,256,8,0"),
-     321_721_344, 89_250_816, 6_341_246_976),
-    ("openlm_410m", dict(n_layer=19, ranks="870,226,9,0"),
-     347_419_648, 64_496_640, 6_341_099_520),
-    ("openlm_410m", dict(n_layer=21, ranks="384,200,10,0"),
-     373_117_952, 38_320_128, 6_341_787_648),
-    ("openlm_410m", dict(n_layer=22, ranks="264,94,16,0"),
-     385_967_104, 25_276_416, 6_341_001_216),
-    ("", dict(vocab_size=4096, n_layer=7, n_embd=128, n_head=4),                         # on a CPU
-     2_363_008, 236_544, 5_505_024),
-])
-def test_hiermem_parameter_counts(preset, fields, anchor, fetched, bank):
-    fields = {**model_hiermem.PRESETS.get(preset, {}), **fields}
-    with torch.device("meta"):
-        model = model_hiermem.Model(model_hiermem.Config(**fields))
-        dense = model_hiermem.Model(model_hiermem.Config(**{**fields, "memory": "none"}))
-    counts, alone = model.param_counts(), dense.param_counts()
-    assert alone["total"] == anchor == counts["total"] - counts["memory"] - counts["generic"]
-    assert (counts["generic"], counts["memory"]) == (fetched, bank)
-    assert counts["active"] == alone["active"] + fetched
+@parametrize("preset, flags, anchor, fetched, bank", rows("""
+openlm_160m    memory=ffn                        163510016     18063360     4624220160
+openlm_410m    memory=ffn                        411665408     49545216     12683575296
+openlm_1b      memory=ffn                        1439893504    153354240    21139292160
+openlm_410m    n_layer=12 ranks=3840,336,6,0     257475584     154165248    6341787648
+openlm_410m    n_layer=17 ranks=1445,256,8,0     321721344     89250816     6341246976
+openlm_410m    n_layer=19 ranks=870,226,9,0      347419648     64496640     6341099520
+openlm_410m    n_layer=21 ranks=384,200,10,0     373117952     38320128     6341787648
+openlm_410m    n_layer=22 ranks=264,94,16,0      385967104     25276416     6341001216
+-              vocab_size=4096 n_layer=7 n_embd=128 n_head=4    2363008    236544    5505024
+"""))
+def test_hiermem_parameter_counts(preset, flags, anchor, fetched, bank):
+    """Of Tables 1 and 8, and of a run on a CPU."""
+    fields = typed("hiermem", flags)
+    counts = on_meta("hiermem", preset, **fields).param_counts()
+    alone = on_meta("hiermem", preset, **fields | {"memory": "none"}).param_counts()
+    found = alone["total"], counts["generic"], counts["memory"]
+    assert found == (int(anchor), int(fetched), int(bank))
+    assert counts["total"] == sum(found) and counts["active"] == alone["active"] + found[1]
 
 
 def test_hiermem_block_sizes_of_every_kind_and_table_9():
@@ -3576,7 +3403,7 @@ def test_hiermem_block_sizes_of_every_kind_and_table_9():
         assert config.level_sizes == model_hiermem.Config(**fields).level_sizes
 
 
-@pytest.mark.parametrize("memory", KINDS)
+@parametrize("memory", KINDS)
 def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(memory):
     model = make("hiermem", randomize=False, memory=memory, **TREE)
     idx, leaf = some_tokens(4), torch.tensor([0, 3, -1, 5])
@@ -3589,7 +3416,7 @@ def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(me
     assert (moved > 1e-4).tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("memory, stds", [                    # of the parts, as powers -1/2
+@parametrize("memory, stds", [                    # of the parts, as powers -1/2
     ("ffn", [128, 128, 0]),
     ("kv", [128, 0]),
     ("lora_vo", [384, 0, 384, 0]),
@@ -3604,17 +3431,17 @@ def test_hiermem_blocks_start_with_these_standard_deviations(memory, stds):
         parts = table.detach().view(-1, sum(widths)).split(widths, 1)
         for part, width in zip(parts, stds):
             want = width ** -0.5 if width else 0
-            assert part.std().item() == pytest.approx(want, rel=0.03)
+            assert part.std().item() == approx(want, rel=0.03)
         assert not torch.equal(table[0], table[1]), "a block has numbers of its own"
 
 
-@pytest.mark.parametrize("fields, kind, rate", [
-    (dict(), "rows", 1e-3),
-    (dict(sparse_memory=False), "adamw", 1e-3),
-    (dict(memory_lr=0.25), "rows", 0.25e-3),
+@parametrize("fields, kind, rate", [
+    ("", "rows", 1e-3),
+    ("sparse_memory=False", "adamw", 1e-3),
+    ("memory_lr=0.25", "rows", 0.25e-3),
 ])
 def test_hiermem_everything_decays_and_the_bank_learns_by_rows(fields, kind, rate):
-    model = make("hiermem", **fields)
+    model = make("hiermem", **typed("hiermem", fields))
     anchor, bank = model.param_groups("adamw", 1e-3, 0.05)
     assert bank.pop("params") == list(model.bank.parameters())
     assert bank == dict(kind=kind, lr=rate, weight_decay=0.05, schedule=True)
@@ -3649,75 +3476,58 @@ def slow_hiermem(model, idx, leaf):
     channels and keys concatenated."""
     c, T = model.config, len(idx)
     H, d_h = c.n_head, c.head_dim
-    theta = 1e5 ** (-torch.arange(0, d_h, 2) / d_h)
-    angle = torch.arange(T, dtype=torch.double)[:, None, None] * theta
-    turn = torch.polar(torch.ones_like(angle), angle)          # (T, 1, d_h/2)
-
-    def norm(m, x):
-        size = (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        return x / size * m.weight
-
-    def rotate(x):
-        turned = torch.complex(*x.chunk(2, -1)) * turn
-        return torch.cat((turned.real, turned.imag), -1)
-
+    position = torch.arange(T)[:, None, None]
     document = (idx == c.eot).cumsum(0)
     allowed = (document[:, None] == document).tril()
+    patched = {
+        "lora_qk": ("attn.W_Q", "attn.W_K"),
+        "lora_vo": ("attn.W_V", "attn.W_O"),
+        "lora_ffn": ("mlp.gate", "mlp.up", "mlp.down"),
+    }
     x = model.embed.weight[idx]
     for layer, block in enumerate(model.blocks):
+        W = weights_of(block)
         M = slow_block(model, layer, leaf)
-        attn, mlp = block.attn, block.mlp
-        W = {
-            "q": attn.W_Q.weight,
-            "k": attn.W_K.weight,
-            "v": attn.W_V.weight,
-            "o": attn.W_O.weight,
-            "gate": mlp.gate.weight,
-            "up": mlp.up.weight,
-            "down": mlp.down.weight,
-        }
-        patched = {"lora_qk": "q k", "lora_vo": "v o", "lora_ffn": "gate up down"}
         left = M
-        for name in patched.get(c.memory, "").split():
+        for name in patched.get(c.memory, ()):
             out, inner = W[name].shape
             A, B, left = left.split([inner, out, left.size(1) - inner - out], 1)
             W[name] = W[name] + 2 * B.T @ A
-        h = norm(block.attn_norm, x)
-        q = norm(attn.q_norm, h @ W["q"].T).view(T, H, d_h)
-        k = norm(attn.k_norm, h @ W["k"].T).view(T, H, d_h)
-        v = (h @ W["v"].T).view(T, H, d_h)
-        scores = torch.einsum("thd,shd->hts", rotate(q), rotate(k)) / d_h ** 0.5
-        seen = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+        h = slow_norm(x, W["attn_norm"])
+        q = slow_norm(h @ W["attn.W_Q"].T, W["attn.q_norm"]).view(T, H, d_h)
+        k = slow_norm(h @ W["attn.W_K"].T, W["attn.k_norm"]).view(T, H, d_h)
+        v = (h @ W["attn.W_V"].T).view(T, H, d_h)
+        scores = torch.einsum(
+            "thd,shd->hts", turned(q, position, 1, 1e5), turned(k, position, 1, 1e5))
+        seen = (scores / d_h ** 0.5).masked_fill(~allowed, -math.inf).softmax(-1)
         y = torch.einsum("hts,shd->thd", seen, v)
         if c.memory == "kv":
             keys, values = M.view(-1, 2, H, d_h).unbind(1)
             found = (torch.einsum("thd,rhd->htr", q, keys) / d_h ** 0.5).softmax(-1)
             y = y + torch.einsum("htr,rhd->thd", found, values)
-        x = x + y.flatten(1) @ W["o"].T
-        h = norm(block.mlp_norm, x)
+        x = x + y.flatten(1) @ W["attn.W_O"].T
         if c.memory == "ffn":                                  # Figure 18: a wider FFN
             M1, M2, M3 = M.chunk(3, 1)
-            W["gate"] = torch.cat((W["gate"], M1))
-            W["up"] = torch.cat((W["up"], M2))
-            W["down"] = torch.cat((W["down"], M3.T), 1)
-        gate = F.silu(h @ W["gate"].T)
-        x = x + (gate * (h @ W["up"].T)) @ W["down"].T
-    return norm(model.norm, x) @ model.embed.weight.T
+            W["mlp.gate"] = torch.cat((W["mlp.gate"], M1))
+            W["mlp.up"] = torch.cat((W["mlp.up"], M2))
+            W["mlp.down"] = torch.cat((W["mlp.down"], M3.T), 1)
+        x = x + plain_swiglu(slow_norm(x, W["mlp_norm"]), W)
+    return slow_norm(x, model.norm.weight) @ model.embed.weight.T
 
 
-@pytest.mark.parametrize("memory", KINDS)
+@parametrize("memory", KINDS)
 def test_hiermem_equals_appendix_i_one_sequence_at_a_time_in_values_and_gradients(memory):
     model = make("hiermem", torch.float64, memory=memory, eot=7, sparse_memory=False, **TREE)
     idx, leaf = some_tokens(5, 9), [3, -1, 3, 2, 0]            # shared leaves and parents
     idx[:, 0] = idx[1, 4] = 7
     ours = model(idx, leaf=torch.tensor(leaf))[0]
     slow = torch.stack([slow_hiermem(model, *pair) for pair in zip(idx, leaf)])
-    torch.testing.assert_close(ours, slow.float(), atol=2e-4, rtol=2e-4)
+    assert_close(ours, slow.float(), atol=2e-4, rtol=2e-4)
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
     params = list(model.parameters())
     grads = torch.autograd.grad((ours * weight).sum(), params)
     for grad, want in zip(grads, torch.autograd.grad((slow * weight).sum(), params)):
-        torch.testing.assert_close(grad, want, atol=1e-3, rtol=1e-3)
+        assert_close(grad, want, atol=1e-3, rtol=1e-3)
 
 
 def test_hiermem_decoding_goes_on_with_what_the_prompt_has_fetched():
@@ -3728,24 +3538,23 @@ def test_hiermem_decoding_goes_on_with_what_the_prompt_has_fetched():
         model(idx[:, :5], cache=cache, leaf=leaf)
         last = model(idx[:, 5:], cache=cache)[0]
         want = model(idx, leaf=leaf)[0][:, -1:]
-    torch.testing.assert_close(last, want, atol=2e-5, rtol=1e-4)
+    assert_close(last, want, atol=2e-5, rtol=1e-4)
 
 
 def test_hiermem_gradients_reach_the_fetched_blocks_and_no_others():
-    idx, leaf = some_tokens(4, 13), torch.tensor([4, -1, 4, 1])
     grads = []
-    for fields in ({}, dict(bank_device="cpu"), dict(sparse_memory=False)):
-        model = make("hiermem", **fields, **TREE)
+    for flags in ("", "bank_device=cpu", "sparse_memory=False"):
+        model = make("hiermem", **typed("hiermem", flags), **TREE)
         for p in model.bank.parameters():
             kernels.keep_coalesced(p)
-        for half in (slice(0, 2), slice(2, 4)):                # two micro-batches
-            x, y = idx[half, :-1], idx[half, 1:]
-            model(x, y, leaf=leaf[half])[1].backward()
+        leaves = torch.tensor([[4, -1], [4, 1]])
+        for idx, leaf in zip(some_tokens(4, 13).split(2), leaves):         # two micro-batches
+            model(idx, idx, leaf=leaf)[1].backward()
         grads.append([p.grad for p in model.bank.parameters()])
     nodes = [[0, 2, 3], [1, 4, 6]]                             # on the paths, and generic
     for sparse, away, dense, rows in zip(*grads, nodes):
         assert sparse.is_coalesced() and sparse._indices().tolist() == [rows]
-        torch.testing.assert_close(sparse.to_dense(), dense)
+        assert_close(sparse.to_dense(), dense)
         assert torch.equal(away.to_dense(), sparse.to_dense())
 
 
@@ -3758,16 +3567,14 @@ def test_hiermem_gradients_of_shared_blocks_are_added_up_in_one_order():
         rows.backward(grad)
     assert torch.equal(rows.flatten(1), level.table[node])
     wanted = torch.zeros_like(level.table).index_add(0, node % len(level.table), grad.flatten(1))
-    torch.testing.assert_close(level.table.grad.to_dense(), wanted)
+    assert_close(level.table.grad.to_dense(), wanted)
     assert "nanomem::row_sums_dense" in seen.names
     atomic = ("index_add", "scatter_add", "index_put")         # on CUDA
     assert not any(name.split("::")[1].startswith(atomic) for name in seen.names)
 
 
 def test_hiermem_a_bank_on_the_cpu_stays_there_wherever_the_model_goes():
-    config = model_hiermem.Config(**{**SIZE, **TREE, "bank_device": "cpu"})
-    with torch.device("meta"):
-        model = model_hiermem.Model(config)
+    model = on_meta("hiermem", **{**SIZE, **TREE}, bank_device="cpu")
     assert model.bank["1"].table.is_meta, "no memory before it is needed"
     model.to_empty(device="meta")                              # stands in for an accelerator
     table = model.bank["1"].table
@@ -3797,7 +3604,7 @@ def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(backend):
             theirs[row].step()
         ours.step()
     want = torch.stack([row.detach() for row in alone])
-    torch.testing.assert_close(table.detach(), want, atol=1e-5, rtol=1e-5)
+    assert_close(table.detach(), want, atol=1e-5, rtol=1e-5)
     assert torch.equal(table[-1], start[-1])
 
 
@@ -3837,52 +3644,38 @@ HIER = [*POST, "--depth=1", "--clusters=2,2", "--ranks=4,2"]
 def hier_runs(clustered, tmp_path_factory):
     """An anchor (A1), and memories on it while it is frozen (A3)."""
     out = tmp_path_factory.mktemp("hier")
-    train(*HIER, f"--dataset={clustered}", "--dense=True", f"--out_dir={out / 'anchor'}",
-          "--max_iters=12")
-    train(*POST, f"--dataset={clustered}", f"--init_from={out / 'anchor'}", "--memory=ffn",
-          "--ranks=4,2", "--frozen=True", "--learning_rate=0.01", f"--out_dir={out / 'frozen'}",
-          "--max_iters=24")
+    train(*HIER, "--dense=True --max_iters=12", dataset=clustered, out_dir=out / "anchor")
+    train(*POST, "--memory=ffn --ranks=4,2 --frozen=True --learning_rate=0.01 --max_iters=24",
+          dataset=clustered, init_from=out / "anchor", out_dir=out / "frozen")
     return out
 
 
-def weights(folder):
-    return load_ckpt(folder)
-
-
 def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
-    anchor, ckpt = weights(hier_runs / "anchor")["model"], weights(hier_runs / "frozen")
+    anchor, ckpt = load_ckpt(hier_runs / "anchor")["model"], load_ckpt(hier_runs / "frozen")
     for key, tensor in anchor.items():
         assert torch.equal(tensor, ckpt["model"][key]), key
     assert ckpt["model_config"]["retriever"]
     before = log_of(hier_runs / "anchor", "val_loss")[12]
     losses = log_of(hier_runs / "frozen", "val_loss")
-    assert losses[0] == pytest.approx(before, abs=1e-5), "the identity at step 0"
+    assert losses[0] == approx(before, abs=1e-5), "the identity at step 0"
     assert losses[24] < losses[0] - 0.02
     steps = ckpt["optimizers"][-1]["state"][0]["steps"]
     assert steps.shape == (3,) and 0 < steps[-1] < 24, "generic, in a third of the sequences"
 
 
 def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resumes_exactly(
-        clustered, hier_runs, tmp_path, monkeypatch):
+        clustered, hier_runs, tmp_path):
     flags = [*POST, f"--dataset={clustered}", f"--init_from={hier_runs / 'anchor'}",
              "--memory=ffn", "--ranks=4,2", "--learning_rate=1e-3", "--max_iters=6",
              "--eval_interval=3"]
-    train(*flags, f"--out_dir={tmp_path / 'whole'}")
-    whole = weights(tmp_path / "whole")["model"]
-    anchor = weights(hier_runs / "anchor")["model"]
+    resumed(flags, 4, tmp_path)
+    whole = load_ckpt(tmp_path / "whole")["model"]
+    anchor = load_ckpt(hier_runs / "anchor")["model"]
     assert not torch.equal(whole["embed.weight"], anchor["embed.weight"])
-    train(*flags, "--bank_device=cpu", f"--out_dir={tmp_path / 'cpu'}")
-    for key, tensor in weights(tmp_path / "cpu")["model"].items():
-        assert torch.equal(tensor, whole[key]), key
-    train(*flags, "--batch_size=4", f"--out_dir={tmp_path / 'large'}")
-    assert log_of(tmp_path / "large") == pytest.approx(log_of(tmp_path / "whole"), abs=1e-5)
-    with monkeypatch.context() as patch:
-        interrupt_at(4, patch)                                 # in the fifth step
-        train(*flags, f"--out_dir={tmp_path / 'part'}", expect="--init_from=resume")
-    assert 0 < weights(tmp_path / "part")["step"] < 6
-    train(f"--dataset={clustered}", "--model=hiermem", f"--out_dir={tmp_path / 'part'}",
-          "--init_from=resume")
-    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole")
+    train(*flags, "--bank_device=cpu", out_dir=tmp_path / "cpu")
+    assert_close(load_ckpt(tmp_path / "cpu")["model"], whole, rtol=0, atol=0)
+    train(*flags, "--batch_size=4", out_dir=tmp_path / "large")
+    assert log_of(tmp_path / "large") == approx(log_of(tmp_path / "whole"), abs=1e-5)
 
 
 def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
@@ -3895,7 +3688,7 @@ def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
         return found == -1
 
     everything = drawn(7, range(4000))
-    assert everything.float().mean() == pytest.approx(1 / 4, abs=0.03), "1/(k_1 + 1)"
+    assert everything.float().mean() == approx(1 / 4, abs=0.03), "1/(k_1 + 1)"
     assert torch.equal(everything[100:200], drawn(7, range(100, 200)))
     assert not torch.equal(everything, drawn(8, range(4000)))
     assert not drawn(7, range(4000), generic=0.0).any()
@@ -3908,8 +3701,8 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
     run = shutil.copytree(hier_runs / "frozen", tmp_path / "run")
 
     def said(*flags):
-        run_sample(f"--out_dir={run}", "--num_samples=1", "--max_new_tokens=5", "--temperature=0",
-                   "--prompt=violin chord melody", *flags)
+        run_sample("--num_samples=1", "--max_new_tokens=5", "--temperature=0",
+                   "--prompt=violin chord melody", *flags, out_dir=run)
         return capsys.readouterr().err
 
     tree = Retriever.load(run / "retriever.npz")
@@ -3941,24 +3734,7 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, capsys, tmp_pa
         model_hiermem.find_retriever(model_hiermem.Config(), ["nowhere"], "")
 
 
-@pytest.mark.parametrize("kind, rope", [
-    ("qwen2", None), ("llama", dict(rope_theta=5e5, rope_type="llama3", factor=8.0,
-                                    low_freq_factor=1.0, high_freq_factor=4.0,
-                                    original_max_position_embeddings=8))])
-def test_hiermem_hugging_face_anchors(kind, rope, tmp_path):
-    theirs, path = write_llama(tmp_path / "hf", kind, rope_parameters=rope)
-    idx, ckpt = some_tokens(2, 20), sample.load_hugging_face(path, model_hiermem)
-    fields = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
-    begun = model_hiermem.start(path, ckpt, fields)
-    grown = model_hiermem.Model(model_hiermem.Config(**begun["model_config"]))
-    grown.init_weights()
-    grown.load_state_dict(grown.state_dict() | begun["model"])
-    logits = grown(idx, leaf=torch.tensor([1, 5]))[0]
-    torch.testing.assert_close(logits, theirs(idx).logits, atol=1e-4, rtol=1e-4)
-    assert (grown.config.eot, grown.config.retriever) == (-1, "x")
-
-
-@pytest.mark.parametrize("have, fields, message", [
+@parametrize("have, fields, message", [
     (dict(memory="none"), dict(n_layer=7), "n_layer=7: anchor has n_layer=3"),
     (dict(retriever="x"), dict(retriever="y"), "retriever=y: anchor has retriever=x"),
     (dict(), dict(ranks="8,8"), "ranks=8,8: anchor has ranks=64,24"),
@@ -3970,7 +3746,7 @@ def test_hiermem_a_start_keeps_what_the_blocks_were_trained_with(have, fields, m
         model_hiermem.start("anchor", {"model_config": config, "model": {}}, fields)
 
 
-@pytest.mark.parametrize("fields, message", [
+@parametrize("fields, message", [
     (dict(clusters="8,8", ranks="4"), "clusters='8,8', ranks='4': a rank for each level"),
     (dict(clusters="a"), "clusters='a': a factor of 2 or more"),
     (dict(clusters="8,1"), "clusters='8,1': a factor of 2 or more"),
@@ -4007,14 +3783,19 @@ def text_folder(tmp_path_factory):
     return prepare(source=str(folder), tokenizer="bytes", out=str(folder / "data"), workers=1)
 
 
-def train(*flags, expect=""):
+def as_flags(flags, more):
+    return [*map(str, flags), *(f"--{key}={value}" for key, value in more.items())]
+
+
+def train(*flags, expect="", **more):
     """Run train.py in this process (nothing imports it) -> its globals; with `expect` it must stop
     with a message that holds that text."""
     import gc
     gc.collect()                                               # locks of runs that failed
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(sys, "argv", ["train.py", *map(str, flags)])
+        flags = " ".join(map(str, flags)).split()
+        patch.setattr(sys, "argv", ["train.py", *as_flags(flags, more)])
         warnings.simplefilter("error")                         # a run prints no warnings
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         try:
@@ -4051,13 +3832,13 @@ def files_of(folder):
 
 
 def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
-    tiny("--max_iters=60", "--sample_tokens=30", "--target_bpb=7", "--target_loss=0.1")
+    tiny("--max_iters=60 --sample_tokens=30 --target_bpb=7 --target_loss=0.1")
     text, result = capsys.readouterr().out, json.loads((tmp_path / "result.json").read_text())
     losses, vals = log_of(tmp_path), log_of(tmp_path, "val_loss")
     assert sorted(losses) == list(range(1, 61)) and sorted(vals) == [0, 15, 30, 45, 60]
-    assert vals[0] == pytest.approx(math.log(257), abs=0.1) and vals[60] < 3.5
+    assert vals[0] == approx(math.log(257), abs=0.1) and vals[60] < 3.5
     for step, bpb in log_of(tmp_path, "val_bpb").items():
-        assert bpb == pytest.approx(vals[step] / math.log(2)), "a byte is a token: loss in bits"
+        assert bpb == approx(vals[step] / math.log(2)), "a byte is a token: loss in bits"
     assert result["val_loss"] == vals[60] and result["params"]["memory"] == 257 * 64
     assert [row["step"] for row in result["curve"]] == sorted(vals)
     assert result["data_id"] == load_meta(text_folder)["data_id"] and result["source_hash"]
@@ -4080,30 +3861,36 @@ def interrupt_at(batch, monkeypatch):
     monkeypatch.setattr(TokenShards, "shuffled", shuffled)
 
 
-@pytest.mark.parametrize("switches, spoil", [
+def resumed(flags, batch, tmp_path, spoil=lambda log: None):
+    """A run gets Ctrl-C in the fetch of `batch` and goes on: its log and its tensors are bit for
+    bit those of a whole run -> the second part's globals."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    train(*flags, out_dir=whole)
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(batch, patch)
+        train(*flags, out_dir=part, expect="--init_from=resume")
+    assert load_ckpt(part)["step"] == batch + 1, "Ctrl-C saves"
+    spoil(part / "log.jsonl")
+    same = [flag for flag in flags if flag.startswith(("--model=", "--dataset="))]
+    run = train(*same, "--init_from=resume", out_dir=part)
+    for key in ("loss", "grad_norm", "lr", "val_loss"):
+        assert log_of(part, key) == log_of(whole, key)
+    a, b = load_ckpt(whole), load_ckpt(part)
+    assert a["step"] == b["step"] and a["config"]["dtype"] == run["dtype"]
+    assert_close(b["model"], a["model"], rtol=0, atol=0)
+    return run
+
+
+@parametrize("switches, spoil", [
     (["--optimizer=muon"], lambda log: log.write_text(log.read_text() + '{"step": 12, "lo')),
     (["--optimizer=adamw", "--schedule=wsd"], lambda log: log.unlink()),
     (["--sparse_memory=True"], lambda log: log.write_bytes(b"\xff\0{}\n[1]")),
     (["--memory=lave", "--dtype=bfloat16"], lambda log: None),
 ], ids=lambda value: str(value) if isinstance(value, list) else "")
 def test_resume_is_exact(switches, spoil, text_folder, tmp_path):
-    """Ctrl-C at step 10, resumed: every loss bit for bit the uninterrupted run's, and so is the
-    log, whatever a kill or a hand has made of it behind the checkpoint."""
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    flags = [*TINY, *switches, f"--dataset={text_folder}", "--max_iters=16", "--eval_interval=4",
-             "--grad_clip=1"]
-    train(*flags, f"--out_dir={whole}")
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(9, patch)
-        train(*flags, f"--out_dir={part}", expect="--init_from=resume")
-    assert load_ckpt(part)["step"] == 10, "Ctrl-C saves"
-    spoil(part / "log.jsonl")
-    run = train(f"--dataset={text_folder}", f"--out_dir={part}", "--init_from=resume")
-    assert run["dtype"] == load_ckpt(whole)["config"]["dtype"], "which is the checkpoint's"
-    for key in ("loss", "grad_norm", "lr", "val_loss"):
-        assert log_of(part, key) == log_of(whole, key)
-    a, b = load_ckpt(whole)["model"], load_ckpt(part)["model"]
-    assert all(torch.equal(a[key], b[key]) for key in a)
+    """Whatever a kill or a hand has made of the log behind the checkpoint."""
+    resumed([*TINY, *switches, f"--dataset={text_folder}", "--max_iters=16", "--eval_interval=4",
+             "--grad_clip=1"], 9, tmp_path, spoil)
 
 
 def test_a_second_ctrl_c_stops_at_once(tiny, monkeypatch):
@@ -4113,35 +3900,32 @@ def test_a_second_ctrl_c_stops_at_once(tiny, monkeypatch):
         run["interrupted"](signal.SIGTERM, None)
 
 
-def start_train(*flags, **options):
+def start_train(*flags, launcher=(), **options):
     """train.py as a process of its own, its output in one pipe."""
-    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
+    command = [sys.executable, *launcher, str(ROOT / "train.py"), *map(str, flags)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 @slow
 def test_sigkill_at_random_moments_loses_nothing(text_folder, tmp_path):
     flags = [*TINY, f"--dataset={text_folder}", "--max_iters=120", "--eval_interval=2"]
     whole, part = tmp_path / "whole", tmp_path / "part"
-    kills = 0
-    train(*flags, f"--out_dir={whole}")
+    train(*flags, out_dir=whole)
     rng = random.Random(0)
-    while True:
+    for _ in range(5):
         again = ["--init_from=resume"] if (part / "ckpt.pt").exists() else []
         process = start_train(*flags, f"--out_dir={part}", *again)
         for _ in range(rng.randint(8, 40)):                    # so many lines of output
-            if not process.stdout.readline():
-                break
+            process.stdout.readline()
         time.sleep(rng.random() * 0.05)                        # and a little longer
-        if kills < 5 and process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
+        process.kill()
         rest, _ = process.communicate()
-        if process.returncode == 0:
-            break
         assert process.returncode == -signal.SIGKILL, rest
-    assert kills >= 3
+    train(*flags, "--init_from=resume", out_dir=part)
     for key in ("loss", "val_loss"):
         assert log_of(part, key) == log_of(whole, key)
 
@@ -4160,7 +3944,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(text_folder, tmp_path):
     """A limit on the size of files does as well: one line, and nothing is left behind."""
     import resource
     flags = [*TINY, f"--dataset={text_folder}", f"--out_dir={tmp_path}"]
-    train(*flags, "--max_iters=2", "--eval_interval=2")
+    train(*flags, "--max_iters=2 --eval_interval=2")
     before = load_ckpt(tmp_path)
     process = start_train(*flags, "--init_from=resume", "--max_iters=4", preexec_fn=lambda: (
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))))
@@ -4173,59 +3957,42 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(text_folder, tmp_path):
     assert not (tmp_path / "ckpt.pt.tmp").exists()
 
 
-def test_micro_batches_do_not_change_a_run(tiny, tmp_path):
+def test_micro_batches_do_not_change_a_run(tmp_path):
+    """Rows of prompts and answers have different numbers of targets: a step's loss is the mean over
+    all of them."""
+    records = [{"prompt": "q" * (i % 7 + 1), "answer": "a" * (1 + i % 13)} for i in range(300)]
+    folder = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "data")
     logs = []
     for batch_size in (4, 1, 3):                               # of 4 rows; not 3 but 2 is taken
-        run = tiny("--max_iters=4", f"--batch_size={batch_size}", "--optimizer=adamw",
-                   "--sparse_memory=True")
-        logs.append(torch.tensor(list(log_of(tmp_path).values())))
-        torch.testing.assert_close(logs[0], logs[-1], atol=2e-5, rtol=0)
+        run = train(*TINY, "--max_iters=4 --optimizer=adamw --sparse_memory=True", dataset=folder,
+                    out_dir=tmp_path / "run", batch_size=batch_size)
+        logs.append(log_of(tmp_path / "run"))
+        assert logs[-1] == approx(logs[0], abs=2e-5)
     assert run["config"]["batch_size"] == 2
 
 
-def test_targets_are_weighted_over_the_whole_batch(tmp_path):
-    """Rows of prompts and answers have different numbers of targets; the loss of a step is the mean
-    over all of them."""
-    records = [{"prompt": "q" * (i % 7 + 1), "answer": "a" * (1 + i % 13)} for i in range(300)]
-    folder = prepare(source=write_jsonl(tmp_path / "qa.jsonl", records), tokenizer="bytes",
-                     out=tmp_path / "data", val_fraction=0.1, workers=1)
-    losses = []
-    for batch_size in (4, 1):
-        train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1",
-              f"--batch_size={batch_size}")
-        losses.append(log_of(tmp_path / "run")[1])
-    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
-
-
-def torchrun(*flags):
-    """Two processes of train.py, once they have ended."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               str(ROOT / "train.py"), *map(str, flags)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})
+torchrun = functools.partial(start_train, launcher=TORCHRUN)
 
 
 @slow
-@pytest.mark.parametrize("sparse", [False, True])
+@parametrize("sparse", [False, True])
 def test_two_processes_equal_one(sparse, text_folder, tmp_path):
     """DDP over gloo: step 1's gradients within 1e-5, ten AdamW steps within 1e-3. After one step
     Adam's first moment is (1 - beta1) * gradient."""
     flags = [*TINY, f"--dataset={text_folder}", "--optimizer=adamw", "--beta1=0.5",
              f"--sparse_memory={sparse}", "--batch_size=1"]
     for steps, tolerance in ((1, 5e-3), (10, 1e-3)):
-        train(*flags, f"--out_dir={tmp_path / 'one'}", f"--max_iters={steps}")
+        train(*flags, out_dir=tmp_path / "one", max_iters=steps)
         process = torchrun(*flags, f"--out_dir={tmp_path / 'two'}", f"--max_iters={steps}")
         said, _ = process.communicate()
         assert process.returncode == 0, said
         one, two = load_ckpt(tmp_path / "one"), load_ckpt(tmp_path / "two")
+        assert_close(two["model"], one["model"], atol=tolerance, rtol=0)
         for a, b in zip(one["optimizers"], two["optimizers"]):
             for i, state in a["state"].items() if steps == 1 else ():
-                torch.testing.assert_close(2 * b["state"][i]["exp_avg"], 2 * state["exp_avg"],
-                                           atol=1e-5, rtol=0)
-        for name, tensor in one["model"].items():
-            torch.testing.assert_close(two["model"][name], tensor, atol=tolerance, rtol=0)
+                assert_close(b["state"][i]["exp_avg"], state["exp_avg"], atol=5e-6, rtol=0)
         vals = [log_of(tmp_path / run, "val_loss")[steps] for run in ("one", "two")]
-        assert vals[0] == pytest.approx(vals[1], abs=1e-3)
+        assert vals[0] == approx(vals[1], abs=1e-3)
 
 
 @slow
@@ -4257,16 +4024,16 @@ def test_schedules(tiny, tmp_path):
     lrs = {}
     for flags in (["--schedule=wsd", "--warmdown=0.5", "--warmup=0", "--min_lr=0.001"],
                   ["--schedule=cosine", "--warmup=0.25"]):
-        tiny("--max_iters=8", "--learning_rate=0.01", "--optimizer=adamw", *flags)
+        tiny("--max_iters=8 --learning_rate=0.01 --optimizer=adamw", *flags)
         lrs[flags[0]] = [log_of(tmp_path, "lr")[step] for step in range(1, 9)]
     falling = [0.001 + 0.009 * f for f in (0.75, 0.5, 0.25)]
-    assert lrs["--schedule=wsd"] == pytest.approx([0.01] * 5 + falling)
+    assert lrs["--schedule=wsd"] == approx([0.01] * 5 + falling)
     cosine = [0.005 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
-    assert lrs["--schedule=cosine"] == pytest.approx([0.01 / 3, 0.02 / 3] + cosine)
+    assert lrs["--schedule=cosine"] == approx([0.01 / 3, 0.02 / 3] + cosine)
 
 
 def test_every_group_has_its_own_rate(tiny):
-    run = tiny("--max_iters=4", "--learning_rate=0.01", "--optimizer=adamw", "--memory_lr=0.5")
+    run = tiny("--max_iters=4 --learning_rate=0.01 --optimizer=adamw --memory_lr=0.5")
     groups = [group for o in run["optimizers"] for group in o.param_groups]
     groups[0]["schedule"], groups[1]["boost"] = False, (3.0, 0.5)
     run["set_rates"](1)
@@ -4274,7 +4041,7 @@ def test_every_group_has_its_own_rate(tiny):
     wanted = [group["base_lr"] * factor for group in groups]
     wanted[0] = groups[0]["base_lr"]                           # not scheduled
     wanted[1] *= 1 + 2 * (1 - 1 / 2)                           # from 3 down to 1 at half the run
-    assert [group["lr"] for group in groups] == pytest.approx(wanted) and len(set(wanted)) > 3
+    assert [group["lr"] for group in groups] == approx(wanted) and len(set(wanted)) > 3
 
 
 def test_clipping_keeps_what_is_below():
@@ -4283,36 +4050,37 @@ def test_clipping_keeps_what_is_below():
     values = torch.ones(2, 2)
     b.grad = torch.sparse_coo_tensor([[1, 4]], values, (5, 2), check_invariants=False).coalesce()
     for limit, norm in ((1.0, 4.0), (3.0, 1.0)):
-        assert kernels.clip_grads([a, b], limit).item() == pytest.approx(norm)
-        assert a.grad.tolist() == pytest.approx([0.5] * 3)
-        assert b.grad.to_dense()[4].tolist() == pytest.approx([0.25] * 2, abs=1e-5)
+        assert kernels.clip_grads([a, b], limit).item() == approx(norm)
+        assert a.grad.tolist() == approx([0.5] * 3)
+        assert b.grad.to_dense()[4].tolist() == approx([0.25] * 2, abs=1e-5)
 
 
 def test_muons_momentum_rises_and_its_decay_falls(tiny):
-    run = tiny("--max_iters=40", "--eval_interval=40", "--optimizer=muon")
+    run = tiny("--max_iters=40 --eval_interval=40 --optimizer=muon")
     muon = next(o for o in run["optimizers"] if isinstance(o, torch.optim.Muon)).param_groups[0]
     for step, momentum, rest in ((0, 0.85, 1), (2, 0.9, 0.95), (20, 0.95, 0.5)):
         run["set_rates"](step)
-        assert muon["momentum"] == pytest.approx(momentum) and muon["nesterov"]
-        assert muon["weight_decay"] == pytest.approx(0.2 * 12 ** 2 * rest)
+        assert muon["momentum"] == approx(momentum) and muon["nesterov"]
+        assert muon["weight_decay"] == approx(0.2 * 12 ** 2 * rest)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@parametrize("name", VARIANTS)
 def test_muon_trains_any_model(name, text_folder, tmp_path):
     """Without a recipe for it Muon takes the Linear layers but the head, at muon_lr; the other
     groups are AdamW's as they were."""
     module = sample.load_module(name)
     untied = ["--tied=False"] if "tied" in module.Config.__dataclass_fields__ else []
-    run = train(*TINY, f"--model={name}", f"--dataset={text_folder}", f"--out_dir={tmp_path}",
-                "--max_iters=6", "--optimizer=muon", "--muon_lr=0.03", *untied)
+    run = train(*TINY, "--max_iters=6 --optimizer=muon --muon_lr=0.03", *untied, model=name,
+                dataset=text_folder, out_dir=tmp_path)
     rates = {}
     for o in run["optimizers"]:
         for group in o.param_groups:
             for p in group["params"]:
                 assert p not in rates
                 rates[p] = type(o), group["base_lr"], group["base_decay"]
+    vals = log_of(tmp_path, "val_loss")
     assert rates.keys() == {p for p in run["raw"].parameters() if p.requires_grad}
-    assert log_of(tmp_path, "val_loss")[6] < log_of(tmp_path, "val_loss")[0] - 0.1
+    assert vals[6] < vals[0] - 0.1
     if "muon" in module.RECIPE:
         return
     linear = {m.weight for n, m in run["raw"].named_modules()
@@ -4324,28 +4092,26 @@ def test_muon_trains_any_model(name, text_folder, tmp_path):
             assert rates[p][1:] == (rate, group["weight_decay"])
 
 
-@pytest.mark.parametrize("tokenizer, vocab_size", [("bpe", 300), ("bytes", -1)])
+@parametrize("tokenizer, vocab_size", [("bpe", 300), ("bytes", -1)])
 def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
         tokenizer, vocab_size, tmp_path):
     """Prompts and eot count neither as loss nor as bytes; the last batch is a short one. Of bpe
     token 0 is eot, of bytes it is a byte."""
-    answers = ["it is " + "abc " * (i % 7) for i in range(300)]
-    records = [{"prompt": f"what is {i}? ", "answer": answer} for i, answer in enumerate(answers)]
-    source = write_jsonl(tmp_path / "qa.jsonl", records)
-    folder = prepare(source=source, out=tmp_path / "data", tokenizer=tokenizer,
-                     vocab_size=vocab_size, val_fraction=0.3, workers=1)
-    run = train(*TINY, f"--dataset={folder}", f"--out_dir={tmp_path / 'run'}", "--max_iters=3",
-                "--eval_tokens=330")
+    records = [{"prompt": f"what is {i}? ", "answer": "it is " + "abc " * (i % 7)}
+               for i in range(300)]
+    folder = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "data",
+                           tokenizer=tokenizer, vocab_size=vocab_size)
+    run = train(*TINY, "--max_iters=3 --eval_tokens=330", dataset=folder, out_dir=tmp_path / "run")
     x, y = TokenShards(folder, "val", 32).batch(range(10))
     y[y == load_meta(folder)["eot"]] = -1
     with torch.no_grad():
-        logits = run["net"](x)[0].transpose(1, 2)
-        nats = F.cross_entropy(logits, y, ignore_index=-1, reduction="sum").item()
+        nats = F.cross_entropy(run["net"](x)[0].flatten(0, 1), y.flatten(), reduction="sum",
+                               ignore_index=-1).item()
     size, count = load_token_bytes(folder)[y[y >= 0]].sum(), (y >= 0).sum().item()
     values = run["evaluate"]()
     assert (size > 1.1 * count) == (tokenizer == "bpe") and (y == -1).any() and run["net"].training
-    assert values["val_loss"] == pytest.approx(nats / count, rel=1e-5)
-    assert values["val_bpb"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert values["val_loss"] == approx(nats / count, rel=1e-5)
+    assert values["val_bpb"] == approx(nats / math.log(2) / size, rel=1e-5)
 
 
 def test_evaluation_gives_the_model_what_it_asks_for_and_draws_nothing(tiny):
@@ -4374,10 +4140,9 @@ def test_the_seed_decides_initial_values_and_the_order_of_the_data(tiny):
 
 def test_gradients_are_clipped_before_the_update(tiny, tmp_path):
     """After one step Adam's first moment is (1 - beta1) * gradient."""
-    run = tiny("--max_iters=1", "--optimizer=adamw", "--grad_clip=0.01", "--beta1=0.7",
-               "--beta2=0.8")
+    run = tiny("--max_iters=1 --optimizer=adamw --grad_clip=0.01 --beta1=0.7 --beta2=0.8")
     moments = [state["exp_avg"].norm() for o in run["optimizers"] for state in o.state.values()]
-    assert torch.stack(moments).norm().item() == pytest.approx(0.3 * 0.01, rel=1e-3)
+    assert torch.stack(moments).norm().item() == approx(0.3 * 0.01, rel=1e-3)
     assert log_of(tmp_path, "grad_norm")[1] > 0.1
     betas = {group["betas"] for o in run["optimizers"] for group in o.param_groups}
     assert betas == {(0.7, 0.8)}
@@ -4398,10 +4163,10 @@ def test_precedence_file_and_help(text_folder, tmp_path, capsys):
     assert "tokens per optimizer step" in text and "Model.begin_step" in text
 
 
-@pytest.mark.parametrize("speedup, wanted", [(4.6, "bfloat16"), (1.1, "float32"), (.5, "float32")])
+@parametrize("speedup, wanted", [(4.6, "bfloat16"), (1.1, "float32"), (.5, "float32")])
 def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)
-    train("--preset=d12", "--memory_scale=8", "--dry_run=True", "--device=cpu", expect="0")
+    train("--preset=d12 --memory_scale=8 --dry_run=True --device=cpu", expect="0")
     text = capsys.readouterr().out
     assert re.search(f"(?m)^cpu, {wanted} .* at {speedup} of float32's", text)
     for part in ("(50257, 48, 768)", "GiB", "bank.table"):
@@ -4411,7 +4176,7 @@ def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monk
 def test_losses_in_bfloat16_are_those_in_float32(tiny, tmp_path):
     logs = []
     for dtype in ("float32", "bfloat16"):
-        tiny("--max_iters=20", "--optimizer=adamw", f"--dtype={dtype}")
+        tiny("--max_iters=20 --optimizer=adamw", dtype=dtype)
         logs.append(torch.tensor(list(log_of(tmp_path).values())))
     assert 1e-6 < (logs[0] - logs[1]).abs().max() < 0.1
 
@@ -4443,15 +4208,16 @@ def test_a_copied_model_file_needs_no_registration_and_no_hooks(text_folder, tmp
     for file in ("train.py", "sample.py", "kernels.py", "prepare_fineweb.py", "experiments/run.py"):
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "model_mine.py").write_text((ROOT / "model_move.py").read_text() + BARE)
-    flags = ["--model=mine", *TINY, f"--dataset={text_folder}", "--max_iters=2"]
-    for program in (["train.py", *flags], ["sample.py", "--max_new_tokens=5", "--num_samples=1"]):
-        command = [sys.executable, *program]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    look = ("import sample; model = sample.load_model('out/mine-d1', 'cpu')[0]; "
+            "assert model.scale.item() == 2 and model.new_cache(1, 8) is None; "
+            "assert model.inspect(None) == {}")
+    for command in (
+            ["train.py", "--model=mine", *TINY, f"--dataset={text_folder}", "--max_iters=2"],
+            ["sample.py", "--max_new_tokens=5", "--num_samples=1"], ["-c", look]):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True,
+                              text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "model mine, step 2" in done.stderr
-    script = ("import sample; model = sample.load_model('out/mine-d1', 'cpu')[0]; "
-              "assert model.scale.item() == 2")
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+        assert "sample.py" not in command or "model mine, step 2" in done.stderr
 
 
 def test_step_time_races_a_model_against_its_baseline(text_folder, capsys, monkeypatch):
@@ -4472,11 +4238,11 @@ def test_step_time_races_a_model_against_its_baseline(text_folder, capsys, monke
 @pytest.fixture(scope="module")
 def finished_run(text_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished")
-    train(*TINY, f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=2")
+    train(*TINY, "--max_iters=2", dataset=text_folder, out_dir=out)
     return out
 
 
-@pytest.mark.parametrize("flags, message", [
+@parametrize("flags, message", [
     (["--learning_rate=1e12", "--grad_clip=0"], "the loss of step 3 is not a number"),
     (["--learning_rate=1e6", "--grad_clip=0", "--eval_interval=1"], "validation loss after step"),
 ])
@@ -4502,7 +4268,7 @@ def test_an_earlier_runs_files_move_aside_together(tiny, finished_run, tmp_path)
     shutil.copytree(finished_run, run)
     names = ("ckpt.pt", "log.jsonl", "result.json", "loss.png")
     before = {name: (run / name).read_bytes() for name in names}
-    tiny(f"--out_dir={run}", "--max_iters=1", "--seed=5")
+    tiny("--max_iters=1 --seed=5", out_dir=run)
     for name in names:
         assert (run / f"previous-{name}").read_bytes() == before[name] != (run / name).read_bytes()
 
@@ -4512,32 +4278,30 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(text_folder, finish
     shutil.copytree(finished_run, more)
     rng = torch.Generator().manual_seed(5).get_state()
     torch.save({**load_ckpt(finished_run), "rng": rng}, more / "ckpt.pt")
-    train(f"--dataset={text_folder}", f"--out_dir={more}", "--init_from=resume", "--max_iters=4")
+    train("--init_from=resume --max_iters=4", dataset=text_folder, out_dir=more)
     assert sorted(log_of(more)) == [1, 2, 3, 4]
     assert torch.equal(load_ckpt(more)["rng"], rng), "the state of the random numbers goes on too"
     flags = [*TINY, f"--dataset={text_folder}", f"--init_from={finished_run}", "--max_iters=1"]
-    train(*flags, f"--out_dir={new}")
+    train(*flags, out_dir=new)
     before = log_of(finished_run, "val_loss")[2]
-    assert log_of(new, "val_loss")[0] == pytest.approx(before, abs=1e-5)
+    assert log_of(new, "val_loss")[0] == approx(before, abs=1e-5)
     for flag, message in (("--depth=2", "has n_layer=1"), ("--memory=lave", "has memory=move")):
-        train(*flags, f"--out_dir={tmp_path / 'x'}", flag, expect=message)
+        train(*flags, flag, out_dir=tmp_path / "x", expect=message)
 
 
 def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(
         text_folder, finished_run, tmp_path):
     """As does finetuning: text in other rows, or prompts with answers. A resumed run keeps its."""
     records = [{"prompt": f"{i} is ", "answer": str(i)} for i in range(60)]
-    task = prepare(source=write_jsonl(tmp_path / "qa.jsonl", records), tokenizer="bytes",
-                   out=tmp_path / "task", block_size=20, val_fraction=0.2, workers=1)
+    task = prepare_bytes(write_jsonl(tmp_path / "qa.jsonl", records), tmp_path / "task",
+                         block_size=20)
     rest = [flag for flag in TINY if "block_size" not in flag]
-    for length, flags in ((16, [f"--dataset={text_folder}", "--block_size=16"]),
-                          (32, [f"--dataset={text_folder}"]),
-                          (20, [f"--dataset={task}", "--batch_tokens=80"])):
-        train(*rest, *flags, f"--init_from={finished_run}", f"--out_dir={tmp_path / str(length)}",
-              "--max_iters=1")
-        assert load_ckpt(tmp_path / str(length))["config"]["block_size"] == length
-    train(f"--dataset={text_folder}", f"--out_dir={tmp_path / '16'}", "--init_from=resume",
-          "--max_iters=2")
+    for length, data, *more in ((16, text_folder, "--block_size=16"), (32, text_folder),
+                                (20, task, "--batch_tokens=80")):
+        out = tmp_path / str(length)
+        train(*rest, *more, "--max_iters=1", dataset=data, init_from=finished_run, out_dir=out)
+        assert load_ckpt(out)["config"]["block_size"] == length
+    train("--init_from=resume --max_iters=2", dataset=text_folder, out_dir=tmp_path / "16")
     assert sorted(log_of(tmp_path / "16")) == [1, 2]
 
 
@@ -4562,22 +4326,21 @@ PROMPT = "the memory of a "
 def trained(text_folder, tmp_path_factory):
     """The folder of a byte-level MoVE that has seen a little text; its layer 1 sees context."""
     out = tmp_path_factory.mktemp("trained")
-    train(*TINY, "--depth=2", f"--dataset={text_folder}", f"--out_dir={out}", "--max_iters=40",
-          "--memory_scale=2")
+    train(*TINY, "--depth=2 --max_iters=40 --memory_scale=2", dataset=text_folder, out_dir=out)
     return out
 
 
-def run_sample(*flags, stdin=""):
+def run_sample(*flags, stdin="", **more):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        sample.main([str(flag) for flag in flags])
+        sample.main(as_flags(flags, more))
 
 
 def greedy(model, idx, n, **options):
     return torch.stack(list(sample.generate(model, idx, n, temperature=0, **options)))
 
 
-@pytest.mark.parametrize("name, switches", CASES)
+@parametrize("name, switches", CASES)
 def test_cached_generation_equals_full_recomputation(name, switches):
     """Also past the context (16): its last half is read again."""
     model, idx = make(name, **switches).eval(), some_tokens(3, 5)
@@ -4605,7 +4368,7 @@ def test_generation_ends_when_every_row_has_had_its_eot(monkeypatch):
     assert greedy(make().eval(), some_tokens(2, 3), 3, eot=7).tolist() == [[7, 1], [2, 7]]
 
 
-@pytest.mark.parametrize("how, wanted", [
+@parametrize("how, wanted", [
     ((1.0, 0, 0.0), [0.5, 0.3, 0.15, 0.05]), ((1.0, 2, 0.0), [0.625, 0.375, 0.0, 0.0]),
     ((1.0, 0, 0.7), [0.625, 0.375, 0.0, 0.0]),                 # the token that crosses 0.7 stays
     ((0.5, 0, 0.0), [0.685, 0.247, 0.062, 0.007]),             # squared and normalised
@@ -4615,7 +4378,7 @@ def test_top_k_top_p_and_temperature(how, wanted):
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     drawn = sample.choose(logits, *how, torch.Generator().manual_seed(0))
     rates = torch.bincount(drawn, minlength=4) / 4000
-    torch.testing.assert_close(rates, torch.tensor(wanted), atol=0.03, rtol=0)
+    assert_close(rates, torch.tensor(wanted), atol=0.03, rtol=0)
 
 
 def test_text_comes_as_soon_as_its_bytes_are_whole():
@@ -4625,20 +4388,20 @@ def test_text_comes_as_soon_as_its_bytes_are_whole():
 
 def test_sample_writes_text(trained, capsys):
     flags = ["--max_new_tokens=40", "--temperature=0"]
-    run_sample(f"--out_dir={trained}", f"--prompt={PROMPT}", "--num_samples=2", *flags)
+    run_sample("--num_samples=2", *flags, out_dir=trained, prompt=PROMPT)
     first, second, rest = capsys.readouterr().out.split("\n---------------\n")
     assert first == second and first.startswith(PROMPT) and len(first) >= len(PROMPT) + 40
-    run_sample(f"--out_dir={trained / 'ckpt.pt'}", "--prompt=-", "--num_samples=1", *flags,
+    run_sample("--prompt=-", "--num_samples=1", *flags, out_dir=trained / "ckpt.pt",
                stdin=PROMPT + "\n")
     assert capsys.readouterr().out.startswith(first + "\n")
-    run_sample(f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=5")    # from nothing
+    run_sample("--num_samples=1", "--max_new_tokens=5", out_dir=trained)    # from nothing
 
 
 def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, capsys, monkeypatch):
     drawn = []
     for seed in (1, 1, 2):
-        run_sample(f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=30",
-                   "--temperature=1", f"--seed={seed}")
+        run_sample("--num_samples=1", "--max_new_tokens=30", "--temperature=1", out_dir=trained,
+                   seed=seed)
         drawn.append(capsys.readouterr().out)
     assert drawn[0] == drawn[1] != drawn[2]
     seen = []
@@ -4648,16 +4411,15 @@ def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, capsys, mo
         return iter(torch.tensor([[ord("x")], [256], [ord("y")]]))
     monkeypatch.setattr(sample, "generate", generate)
     for flags, written in (([], "abx"), (["--stop_at_eot=False"], "abx<|endoftext|>y")):
-        run_sample(f"--out_dir={trained}", "--num_samples=1", "--prompt=ab", *flags)
+        run_sample("--num_samples=1", "--prompt=ab", *flags, out_dir=trained)
         assert capsys.readouterr().out.startswith(written + "\n")
         assert seen.pop() == [[256, 97, 98]]
-    run_sample(f"--out_dir={trained}", "--num_samples=1", "--prompt=-", stdin="ab\n\n")
+    run_sample("--num_samples=1", "--prompt=-", out_dir=trained, stdin="ab\n\n")
     assert seen == [[[256, 97, 98, 10]]], "the last newline of stdin is the shell's"
 
 
 def test_inspect_draws_gates(trained):
-    run_sample(f"--out_dir={trained}", "--inspect=True", f"--prompt={PROMPT[:-1]}",
-               "--words=memory,a")
+    run_sample("--inspect=True", "--words=memory,a", out_dir=trained, prompt=PROMPT[:-1])
     assert (trained / "inspect_gates.png").read_bytes()[:4] == b"\x89PNG"
     model, tok, _ = sample.load_model(trained, "cpu")
     ids = [tok.eot] + tok.encode(PROMPT)
@@ -4666,7 +4428,7 @@ def test_inspect_draws_gates(trained):
     assert sample.word_tokens(tok, text, "cold") == [16, 17, 18, 19], "the last by itself"
     grid, axes, gate_v = sample.look(model, tok, PROMPT, "memory")["gates"]
     gates = model.inspect(torch.tensor([ids]))["gates"][0]     # (L, T, H, M+1)
-    torch.testing.assert_close(grid, gates[:, 5:11].mean((1, 2)))
+    assert_close(grid, gates[:, 5:11].mean((1, 2)))
     assert axes == ["layer", "slot"] and gate_v == 1 and not model.training
 
 
@@ -4713,30 +4475,41 @@ LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_fa
               original_max_position_embeddings=16, rope_theta=10000.0)
 
 
-@pytest.mark.parametrize("kind, fields", [
-    ("llama", dict(tie_word_embeddings=True)), ("qwen2", dict(tie_word_embeddings=True)),
-    ("llama", dict(tie_word_embeddings=False, rms_norm_eps=1e-3, shard="15KB")),
-    ("llama", dict(num_key_value_heads=4, rope_parameters=LLAMA3)),
-    ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=500.0))),
+HIER_START = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
+
+
+@parametrize("name, kind, fields", [
+    ("midus", "llama", dict(tie_word_embeddings=True)),
+    ("midus", "qwen2", dict(tie_word_embeddings=True)),
+    ("midus", "llama", dict(tie_word_embeddings=False, rms_norm_eps=1e-3, shard="15KB")),
+    ("midus", "llama", dict(num_key_value_heads=4, rope_parameters=LLAMA3)),
+    ("midus", "llama", dict(rope_parameters=dict(rope_type="default", rope_theta=500.0))),
+    ("hiermem", "qwen2", dict()), ("hiermem", "llama", dict(rope_parameters=LLAMA3)),
 ], ids=str)
-def test_hugging_face_logits_equal_transformers(kind, fields, tmp_path):
+def test_hugging_face_logits_equal_transformers(name, kind, fields, tmp_path):
     theirs, path = write_llama(tmp_path / "hf", kind, **fields)
     assert len(list(path.glob("*.safetensors"))) > ("shard" in fields)
-    module = sample.load_module("midus")
-    found, idx = sample.load_hugging_face(path, module), some_tokens(2, 60)
+    module, idx = sample.load_module(name), some_tokens(2, 60)
+    found = sample.load_start(path, module, HIER_START if name == "hiermem" else {})
     ours = module.Model(module.Config(**found["model_config"])).eval()
-    ours.load_state_dict(found["model"])
+    state = found["model"]
+    if name == "hiermem":
+        ours.init_weights()
+        state = ours.state_dict() | state
+    ours.load_state_dict(state)
     with torch.no_grad():
         wanted = theirs(idx).logits
-        torch.testing.assert_close(ours(idx)[0], wanted, atol=2e-5, rtol=1e-5)
+        assert_close(ours(idx)[0], wanted, atol=2e-5, rtol=1e-5)
     assert wanted.std() > 0.5 and ours.config.qkv_bias == (kind == "qwen2")
-    if "rope_parameters" in fields and fields["rope_parameters"] is LLAMA3:
+    if name == "hiermem":
+        assert (ours.config.eot, ours.config.retriever) == (-1, "x")
+    elif fields.get("rope_parameters") is LLAMA3:
         config = json.loads((path / "config.json").read_text())          # as older files spell it
         rope = config.pop("rope_parameters")
         config |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
         (path / "config.json").write_text(json.dumps(config))
-        assert sample.load_hugging_face(path, module)["model_config"] == found["model_config"]
-        assert ours.config.rope_scaling == "32:1:4:16"
+        again = sample.load_hugging_face(path, module)["model_config"]
+        assert again == found["model_config"] and ours.config.rope_scaling == "32:1:4:16"
 
 
 def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_all import HIER, POST, clustered, some_tokens, train, weights
+from test_all import HIER, POST, clustered, load_ckpt, parametrize, some_tokens, train
 
 import model_hiermem
 import sample
@@ -29,12 +29,11 @@ def runs(clustered, tmp_path_factory):
     out = tmp_path_factory.mktemp("bank")
     shutil.copytree(clustered, out / "data")
     bank.main(["split", f"--dataset={out}/data"])
-    train(*HIER, f"--dataset={out}/data", "--dense=True", "--max_iters=8",
-          f"--out_dir={out}/anchor")
+    train(*HIER, f"--dataset={out}/data", "--dense=True --max_iters=8", f"--out_dir={out}/anchor")
     for job, (data, generic, own) in JOBS.items():
-        train(*POST, f"--init_from={out}/anchor", "--memory=ffn", "--ranks=4,2", "--frozen=True",
-              f"--generic={generic}", f"--dataset={out}/{data}", "--learning_rate=0.01",
-              "--max_iters=8", f"--out_dir={out}/{job}")
+        train(*POST, f"--init_from={out}/anchor", "--memory=ffn --ranks=4,2 --frozen=True",
+              f"--dataset={out}/{data}", "--learning_rate=0.01 --max_iters=8",
+              f"--out_dir={out}/{job}", generic=generic)
     folders = ",".join(f"{out}/{job}" for job in JOBS)
     bank.main(["merge", f"--jobs={folders}", f"--out_dir={out}/merged"])
     return out
@@ -48,7 +47,7 @@ def sequences(folder, part):
     return torch.cat((*data.batch(windows), leaf[:, None]), 1)
 
 
-@pytest.mark.parametrize("part", ["train", "val"])
+@parametrize("part", ["train", "val"])
 def test_split_puts_every_sequence_into_the_folder_of_its_subtree(part, runs):
     parts = [sequences(runs / f"data-subtree{i}", part) for i in (0, 1)]
     assert [rows[:, -1].unique().tolist() for rows in parts] == [[0, 1], [2, 3]]
@@ -58,24 +57,24 @@ def test_split_puts_every_sequence_into_the_folder_of_its_subtree(part, runs):
         bank.split(runs / "data")
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("job", JOBS)
+@parametrize("level", [1, 2])
+@parametrize("job", JOBS)
 def test_a_job_trains_its_own_blocks_and_merge_takes_them_with_their_moments(job, level, runs):
     own = JOBS[job][2][level]
-    ours = bank.blocks_of(weights(runs / job))[level]
-    merged = bank.blocks_of(weights(runs / "merged"))[level]
+    ours = bank.blocks_of(load_ckpt(runs / job))[level]
+    merged = bank.blocks_of(load_ckpt(runs / "merged"))[level]
     assert ours["steps"].nonzero()[:, 0].tolist() == own
     assert {"exp_avg", "exp_avg_sq"} < merged.keys()
     for name, rows in merged.items():
         assert torch.equal(rows[own], ours[name][own]), name
-    others = [bank.blocks_of(weights(runs / other))[level] for other in JOBS if other != job]
+    others = [bank.blocks_of(load_ckpt(runs / other))[level] for other in JOBS if other != job]
     assert torch.equal(others[0]["table"][own], others[1]["table"][own]), "they left it alone"
     for row in own:
         assert not torch.equal(ours["table"][row], others[0]["table"][row])
 
 
 def test_merge_refuses_what_does_not_belong_together_and_to_replace_a_checkpoint(runs, tmp_path):
-    job = weights(runs / "job1")
+    job = load_ckpt(runs / "job1")
     (tmp_path / "spoilt").mkdir()
 
     def merge(jobs, **more):
@@ -102,15 +101,15 @@ def test_merge_refuses_what_does_not_belong_together_and_to_replace_a_checkpoint
         merge("job0 job1 generic")
     assert (tmp_path / "all" / "ckpt.pt").read_bytes() == before
     merge("job0 job1 generic", overwrite=True)
-    assert weights(tmp_path / "all")["model_config"]["generic"] == -1
+    assert load_ckpt(tmp_path / "all")["model_config"]["generic"] == -1
 
 
 def test_adding_under_a_node_leaves_everything_else_bitwise_as_it_was(runs, tmp_path):
-    train(*POST, f"--init_from={runs}/merged", f"--dataset={runs}/data-subtree1", "--frozen=True",
-          "--generic=0", "--learning_rate=0.01", "--max_iters=5", f"--out_dir={tmp_path}")
-    new = weights(tmp_path)["model"]
+    train(*POST, f"--init_from={runs}/merged", f"--dataset={runs}/data-subtree1", "--frozen=True "
+          "--generic=0 --learning_rate=0.01 --max_iters=5", out_dir=tmp_path)
+    new = load_ckpt(tmp_path)["model"]
     moved = {"bank.1.table": [1], "bank.2.table": [2, 3]}
-    for key, tensor in weights(runs / "merged")["model"].items():
+    for key, tensor in load_ckpt(runs / "merged")["model"].items():
         rows = (tensor != new[key]).view(len(tensor), -1).any(1)
         assert rows.nonzero()[:, 0].tolist() == moved.get(key, []), key
 
@@ -118,7 +117,7 @@ def test_adding_under_a_node_leaves_everything_else_bitwise_as_it_was(runs, tmp_
 def test_a_removed_node_adds_nothing_for_its_subtree_and_all_else_is_bitwise_as_it_was(
         runs, tmp_path):
     run = shutil.copytree(runs / "merged", tmp_path / "run")
-    old = bank.blocks_of(weights(run))
+    old = bank.blocks_of(load_ckpt(run))
 
     def logits(model):
         leaf = torch.tensor([0, 1, 2, 3, -1])
@@ -132,7 +131,7 @@ def test_a_removed_node_adds_nothing_for_its_subtree_and_all_else_is_bitwise_as_
     assert same == [False, False, True, True, True], "leaves 0 and 1 are under node 0"
     model.bank["1"].table.data[0] = 0
     assert torch.equal(removed, logits(model)), "the level is as if it were not there"
-    new = bank.blocks_of(weights(run))
+    new = bank.blocks_of(load_ckpt(run))
     for name, rows in new[1].items():
         assert torch.equal(rows[1:], old[1][name][1:])
         assert torch.equal(new[2][name], old[2][name])

@@ -47,8 +47,8 @@ def test_midus_sft_on_instructions(midus_run, tmp_path, capsys):
     assert re.fullmatch(r"(word \d+|\d*)+", answers)
     assert len(learned) < y.numel() / 3
     run = tmp_path / "run"
-    train_midus(f"--dataset={data}", "--max_iters=3", f"--out_dir={run}",
-                f"--init_from={midus_run}", "--upscale=midus", "--phase=sft", "--n_keys=8")
+    train_midus("--max_iters=3 --upscale=midus --phase=sft --n_keys=8", dataset=data, out_dir=run,
+                init_from=midus_run)
     assert log_of(run)[1] > 0
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pytest import approx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import midus_costs
@@ -40,7 +41,7 @@ def test_midus_costs_times_every_method(tmp_path, monkeypatch, capsys):
         assert f"\n{name} " in said
         assert min(row["step_ms"], row["prefill_ms"], row["token_ms"]) > 0
         weights = 4 * row["parameters"] + 12 * row["trained"]  # gradients and two moments
-        assert row["held_mb"] == pytest.approx(row["kept_mb"] + weights / 2 ** 20)
+        assert row["held_mb"] == approx(row["kept_mb"] + weights / 2 ** 20)
         if name not in ("base", "SOLAR"):
             assert row["trained"] == row["parameters"] - found["base"]["parameters"]
     kept = {name: row["kept_mb"] for name, row in found.items()}

@@ -9,42 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pytest import approx
+from torch.testing import assert_close
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import topics
 from experiments.topics import HashEmbedder, Retriever, k_means, walk
 from prepare_fineweb import ConfigError, TokenShards, load_meta, prepare
-from test_all import write_jsonl
-
-SUBJECTS = (
-    "river boat water fish shore", "engine piston fuel wheel brake",
-    "violin chord melody sonata tempo", "enzyme protein cell membrane acid",
-)
-CLUSTERED = dict(tokenizer="bytes", clusters="2,2", window=64, block_size=32, workers=1)
-
-
-def subject_texts(n=48):
-    rng = random.Random(0)
-    texts = []
-    for i in range(n):
-        words = SUBJECTS[i % 4].split() + "the a of and".split()
-        text = " ".join(rng.choice(words) for _ in range(60 + i))
-        topic = str(i % 4)
-        texts.append({"text": f"{i} {text}", "topic": topic})
-    return texts
-
-
-@pytest.fixture(scope="module")
-def clustered(tmp_path_factory):
-    """A data folder of four subjects under a tree 2,2, in sequences of 33 tokens; windows of 64."""
-    folder = tmp_path_factory.mktemp("clustered")
-    source = folder / "source"
-    texts = subject_texts()
-    write_jsonl(source / "train.jsonl", texts[8:])
-    write_jsonl(source / "val.jsonl", texts[:8])
-    out = prepare(source=source, out=folder / "data", **CLUSTERED)
-    return Path(out)
-
+from test_all import CLUSTERED, clustered, parametrize, topic_texts
 
 def read(folder, split):
     """rows (S, 33), masks (S, 33) and leaves (S,) of a split, as they lie in the files."""
@@ -54,10 +26,10 @@ def read(folder, split):
     return rows, masks, np.fromfile(path.with_suffix(".leaf"), np.int32)
 
 
-@pytest.mark.parametrize("split, part", [("train", slice(8, 48)), ("val", slice(0, 8))])
+@parametrize("split, part", [("train", slice(8, 48)), ("val", slice(0, 8))])
 def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clustered):
     windows = []
-    for row in subject_texts()[part]:
+    for row in topic_texts()[part]:
         text = row["text"]
         windows += [text[i:i + 64] for i in range(0, len(text), 64)]
     paths = Retriever.load(clustered / "retriever.npz").path(windows)
@@ -81,7 +53,7 @@ def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clu
 def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
     meta = load_meta(clustered)
     retriever = Retriever.load(clustered / "retriever.npz")
-    texts = [row["text"] for row in subject_texts()]
+    texts = [row["text"] for row in topic_texts()]
     leaves = retriever.path(texts)[:, 1].tolist()
     assert len(set(leaves)) == 4
     assert leaves == leaves[:4] * 12
@@ -103,37 +75,25 @@ def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
 def test_normalised_mutual_information():
     halves = [0, 0, 1, 1]
     for other, expected in ((halves, 1), ([0, 1, 0, 1], 0), ([0, 1, 2, 3], 2 / 3)):
-        assert topics.mutual_information(halves, other) == pytest.approx(expected)
-    assert topics.entropy(halves) == pytest.approx(math.log(2))
+        assert topics.mutual_information(halves, other) == approx(expected)
+    assert topics.entropy(halves) == approx(math.log(2))
 
 
 def test_cut_and_pack_by_hand():
     """Two documents, 12345 and 67, in windows of two tokens: 12 34 5. 67."""
-    tokens = np.array([0, 1, 2, 3, 4, 5, 0, 6, 7], np.uint16)     # eot is 0
-    spans = topics.cut(tokens, 0, 2)
-    assert spans.tolist() == [
-        [1, 3, 0, 0],
-        [3, 5, 0, 0],
-        [5, 6, 0, 1],
-        [7, 9, 1, 1],
-    ]
+    def digits(table):
+        return ["".join(map(str, row)) for row in table.tolist()]
 
     class InOrder:
-        def permutation(self, n):
-            return np.arange(n)
+        permutation = staticmethod(np.arange)
 
+    tokens = np.array([0, 1, 2, 3, 4, 5, 0, 6, 7], np.uint16)     # eot is 0
+    spans = topics.cut(tokens, 0, 2)
+    assert digits(spans) == ["1300", "3500", "5601", "7911"]
     leaves = np.array([1, 0, 1, 1])
     rows, masks, row_leaves = topics.pack(tokens, spans, leaves, 0, 6, InOrder())
-    assert rows.tolist() == [
-        [0, 3, 4, 0, 0, 0],
-        [0, 1, 2, 0, 5, 0],
-        [6, 7, 0, 0, 0, 0],
-    ]
-    assert masks.tolist() == [
-        [0, 1, 1, 0, 0, 0],
-        [0, 1, 1, 0, 1, 1],
-        [1, 1, 1, 0, 0, 0],
-    ]
+    assert digits(rows) == ["034000", "012050", "670000"]
+    assert digits(masks) == ["011000", "011011", "111000"]
     assert row_leaves.tolist() == [0, 1, 1]
 
 
@@ -147,11 +107,11 @@ def test_hash_embeddings_have_the_cosines_of_tf_idf():
         [0, 0, 1 + math.log(3), 1],
     ])
     idf = 1 + torch.tensor([4 / 2, 4 / 3, 4 / 3, 4 / 2]).log()
-    torch.testing.assert_close(torch.from_numpy(embedder.state["idf"][columns]), idf)
+    assert_close(torch.from_numpy(embedder.state["idf"][columns]), idf)
     x = embedder(texts)
     expected = F.normalize(counts * idf)
     cosines = expected @ expected.T
-    torch.testing.assert_close(x @ x.T, cosines, atol=1e-5, rtol=1e-4)
+    assert_close(x @ x.T, cosines, atol=1e-5, rtol=1e-4)
     assert embedder([""]).abs().sum() == 0
 
 
@@ -180,7 +140,7 @@ def test_k_means_is_balanced_and_reproducible():
     for limit, mixed in ((1.5, 20 / 55), (2.0, 2.0)):
         centroids = k_means(crowd, 2, seeded(0), steps=1, limit=limit)
         sums = sorted(centroids.sum(1).tolist())
-        assert sums == pytest.approx([0.0, mixed])
+        assert sums == approx([0.0, mixed])
     x = F.normalize(torch.randn(400, 6, generator=seeded(0)), dim=1)
     centroids = k_means(x, 5, seeded(3))
     assert torch.equal(centroids, k_means(x, 5, seeded(3)))
