@@ -28,6 +28,8 @@ becomes NAME once it is whole.
 """
 import ast
 import atexit
+import collections
+import concurrent.futures
 import contextlib
 import difflib
 import errno
@@ -833,11 +835,18 @@ def _parallel(function, items, workers):
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"     # its threads do not survive a fork
     fork = multiprocessing.get_context("fork")
-    n = workers if workers > 0 else None
-    with fork.Pool(n, _obey_the_parent) as pool:
-        yield from pool.imap(function, items)
-        pool.close()
-        pool.join()     # a worker that is still starting may not obey what comes next, terminate()
+    n = workers if workers > 0 else os.cpu_count()
+    pool = concurrent.futures.ProcessPoolExecutor(n, fork, _obey_the_parent)
+    waiting = collections.deque()      # a few ahead: who reads may stop early
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 3 * n:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _obey_the_parent():
