@@ -836,7 +836,7 @@ def _parallel(function, items, workers):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"     # its threads do not survive a fork
     fork = multiprocessing.get_context("fork")
     n = workers if workers > 0 else os.cpu_count()
-    pool = concurrent.futures.ProcessPoolExecutor(n, fork, _obey_the_parent)
+    pool = concurrent.futures.ProcessPoolExecutor(n, fork, _obey, (os.getpid(),))
     waiting = collections.deque()      # a few ahead: who reads may stop early
     try:
         for item in items:
@@ -849,10 +849,18 @@ def _parallel(function, items, workers):
         pool.shutdown(cancel_futures=True)
 
 
-def _obey_the_parent():
-    """Ctrl-C is the parent's affair; its SIGTERM ends a worker, whatever handler was inherited."""
+def _obey(parent):
+    """Ctrl-C is the parent's affair; its SIGTERM ends a worker, whatever handler was inherited, and
+    so does its death."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _documents(c):
