@@ -29,9 +29,10 @@ for title, keys in models.items():
 def finish(rows, scale):
     """The validation loss over the steps, a panel a model."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(12, 2.8), layout="constrained")
-    panels = figure.subplots(1, len(models), sharey=True)
-    for axes, title in zip(panels, models):
+    titles = [title for title in models if rows[f"{title} float32"]]
+    figure = Figure(figsize=(3 * len(titles), 2.8), layout="constrained")
+    panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for axes, title in zip(panels, titles):
         for dtype, style in (("float32", "-"), ("bfloat16", "--")):
             for row in rows[f"{title} {dtype}"].values():
                 steps = [at["step"] for at in row["curve"]]

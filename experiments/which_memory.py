@@ -45,14 +45,14 @@ cpu_16M = dict(shape, max_iters=3840, eval_interval=480)
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, sample_tokens=0)
 lengths = dict(cpu=cpu, cpu_4M=cpu_4M, cpu_16M=cpu_16M, gpu=gpu)
 untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's other rates
-tuned = {                       # at scale cpu; the best of which_rates.py
+tuned = {                       # at scale cpu; the best of which_rates.py so far
     "MoVE": {},
-    "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
+    "LIMe": dict(learning_rate=81e-3, router_lr=1e-2 / 81e-3),
     "UltraMemV2": dict(learning_rate=36e-4),
-    "HierMem": dict(learning_rate=15e-3),
-    "MIDUS base": dict(learning_rate=18e-3),
+    "HierMem": dict(learning_rate=45e-3),
+    "MIDUS base": dict(learning_rate=54e-3),
 }
-bank = dict(memory_lr=1 / 3)                                    # HierMem's: 5e-3, the recipe's rate
+bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
 times = {                       # a step's time in units of its baseline's, rounded from step_time.py
     "MoVE": 1.06, "LIMe": 1.05, "UltraMemV2": 2.3, "HierMem": 1.1, "MIDUS": 0.8,
     "HierMem post-hoc": 0.9,
@@ -85,13 +85,13 @@ for title, name in models.items():
     variants[title] = (dict(keys, **memory), None)
     baseline[title] = f"{title} dense"
 midus = dict(model="midus", init_from="@MIDUS base", phase="cpt", **untuned)
-hiermem = dict(keys_of("HierMem", "hiermem"), init_from="@HierMem dense")
+hiermem = dict(model="hiermem", init_from="@HierMem dense", **untuned)
 variants.update({
     "MIDUS base": (dict(keys_of("MIDUS base", "midus"), dense=True), None),
-    "MIDUS base continued": (dict(midus, upscale="base"), None),        # both at the recipe's rate
+    "MIDUS base continued": (dict(midus, upscale="base"), None),        # all at the recipes' rates
     "MIDUS": (dict(midus, upscale="midus"), None),
     "HierMem dense continued": (dict(hiermem, dense=True), None),
-    "HierMem post-hoc": (dict(hiermem, **bank, memory="ffn", frozen=True), None),
+    "HierMem post-hoc": (dict(hiermem, memory="ffn", frozen=True), None),
 })
 baseline.update({
     "MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base",
