@@ -1197,7 +1197,7 @@ def test_kernels_are_tested_on_a_gpu_too_where_there_is_one(monkeypatch):
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         added.append([environment for _, environment in runs_beside([])])
-    assert added == [[{}], [{}, dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")]]
+    assert added == [[{}, {}], [{}, {}, dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")]]
 
 
 @parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
@@ -4518,10 +4518,16 @@ def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):
         sample.load_start(path, sample.load_module("lime"), {})
 
 
+def picks(options):
+    return any(option.startswith("-k") for option in options)
+
+
 def runs_beside(options):
     """What runs at the same time as this file's tests: commands and what their environment adds."""
     files = map(str, sorted(ROOT.glob("experiments/test_*.py")))
     yield [*files, *options], {}
+    if not picks(options):                                             # a third of the time
+        yield [__file__, *options, "-k", "kernels"], {}
     if torch.cuda.is_available():
         compiled = dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")
         chosen = "kernels and not never_holds"    # chunks are larger there
@@ -4537,7 +4543,8 @@ if __name__ == "__main__":
         command = [sys.executable, "-m", "pytest", *arguments]
         others.append(subprocess.Popen(
             command, env=os.environ | added, stdout=subprocess.PIPE, text=True))
-    codes = {int(pytest.main([__file__, *options]))}
+    rest = [] if picks(options) else ["-k", "not kernels"]
+    codes = {int(pytest.main([__file__, *options, *rest]))}
     for other in others:
         print(other.communicate()[0])
         codes.add(other.returncode)

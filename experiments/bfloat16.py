@@ -1,6 +1,6 @@
-"""Does training in bfloat16 lose anything? Every model twice, on the same data with the same initial
-values: products in float32, and in bfloat16 under autocast, as train.py does where the machine
-multiplies bfloat16 faster.
+"""Does training in bfloat16 lose anything? Every model twice, on the same data with the same
+initial values: products in float32, and in bfloat16 under autocast, as train.py does where the
+machine multiplies bfloat16 faster.
 
 Each minus its float32 run at the end of 2M tokens; the picture has the curves side by side.
 """

@@ -53,7 +53,7 @@ tuned = {                       # at scale cpu; the best of which_rates.py so fa
     "MIDUS base": dict(learning_rate=54e-3),
 }
 bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
-times = {                       # a step's time in units of its baseline's, rounded from step_time.py
+times = {                       # a step's time in units of its baseline's, from step_time.py
     "MoVE": 1.06, "LIMe": 1.05, "UltraMemV2": 2.3, "HierMem": 1.1, "MIDUS": 0.8,
     "HierMem post-hoc": 0.9,
 }
