@@ -126,6 +126,7 @@ EXPERIMENT = (
     'variants = {"A": ({}, None), "B": (dict(learning_rate=0.01), 1.5)}\n'
     'claims = ["A > B"]\n'
     'cpu = dict(depth=1, max_iters=1)\n')
+OVERRIDES = b'"overrides": {"model": "move", "depth": 1, "max_iters": 1}}'
 
 
 # ---------------------------------------------------------------- what is broken beforehand
@@ -157,7 +158,7 @@ def spoil(home, state):
     changes its parts, c."""
     name, sign, code = re.match(r"(\S+?)(:| =) (.*)", state).groups()
     path = home / name
-    names = dict(c=None, torch=torch, np=np, nan=math.nan)
+    names = dict(c=None, torch=torch, np=np, nan=math.nan, same=OVERRIDES)
     if sign == ":":
         names["c"] = read_parts(path)
         exec(code, names)
@@ -647,7 +648,7 @@ exp.py = c + b'prepare = "--source=x"'  exp.py  `prepare` must say --out=data/NA
 exp.py = c + b'prepare = 7'  exp.py  exp.py
 repo/experiments/results/exp-cpu.jsonl = b"{"  exp.py --table_only=True  exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b"[1]\n"  exp.py --table_only=True  exp-cpu.jsonl
-repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "data_id": "", "val_loss": 1, "overrides": {"model": "move", "depth": 1, "max_iters": 1}}\n'
+repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "data_id": "", "val_loss": 1, ' + same
     exp.py --table_only=True  exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b"{}\n"  exp.py --table_only=True  exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "overrides": {}}\n'
