@@ -126,7 +126,8 @@ EXPERIMENT = (
     'variants = {"A": ({}, None), "B": (dict(learning_rate=0.01), 1.5)}\n'
     'claims = ["A > B"]\n'
     'cpu = dict(depth=1, max_iters=1)\n')
-OVERRIDES = b'"overrides": {"model": "move", "depth": 1, "max_iters": 1}}'
+ROW = (b'"data_id": "", "val_loss": 1, '
+       b'"overrides": {"model": "move", "depth": 1, "max_iters": 1}}\n')      # of its results
 
 
 # ---------------------------------------------------------------- what is broken beforehand
@@ -158,7 +159,7 @@ def spoil(home, state):
     changes its parts, c."""
     name, sign, code = re.match(r"(\S+?)(:| =) (.*)", state).groups()
     path = home / name
-    names = dict(c=None, torch=torch, np=np, nan=math.nan, same=OVERRIDES)
+    names = dict(c=None, torch=torch, np=np, nan=math.nan, row=ROW)
     if sign == ":":
         names["c"] = read_parts(path)
         exec(code, names)
@@ -648,7 +649,7 @@ exp.py = c + b'prepare = "--source=x"'  exp.py  `prepare` must say --out=data/NA
 exp.py = c + b'prepare = 7'  exp.py  exp.py
 repo/experiments/results/exp-cpu.jsonl = b"{"  exp.py --table_only=True  exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b"[1]\n"  exp.py --table_only=True  exp-cpu.jsonl
-repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "data_id": "", "val_loss": 1, ' + same
+repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, ' + row
     exp.py --table_only=True  exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b"{}\n"  exp.py --table_only=True  exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "overrides": {}}\n'
