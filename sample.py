@@ -362,7 +362,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
     block_size, room = model.config.block_size, idx.size(1) + max_new_tokens
     cache, start = None, 0
     ended = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
-    for _ in range(max_new_tokens):
+    for n in range(max_new_tokens):
         if idx.size(1) - start > block_size:
             start = idx.size(1) - max(1, block_size // 2)
             cache = None
@@ -373,7 +373,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
         else:
             logits, _ = model(idx[:, start:], **context)
         last = logits[:, -1].float()
-        need(last.isfinite().all(), "the model's output is not a number: take another checkpoint")
+        if n == 0:                  # once, for it waits for a GPU
+            need(last.isfinite().all(),
+                 "the model's output is not a number: take another checkpoint")
         token = choose(last, temperature, top_k, top_p, generator)
         yield token
         idx = torch.cat((idx, token[:, None]), 1)

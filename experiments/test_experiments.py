@@ -31,7 +31,7 @@ from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_gro
 import model_midus
 import model_move
 import sample
-from experiments import analysis, tasks
+from experiments import analysis, mutants, tasks
 from experiments import run as runner
 from experiments.tasks import read_jsonl
 from experiments.topics import Retriever, walk
@@ -496,6 +496,11 @@ def test_tables_on_a_cpu_are_long_enough():
             shorter = ("same FLOPs", "untouched", "x1/")
             assert chosen["batch_tokens"] >= 4096
             assert tokens >= least or any(word in name for word in shorter), (path, name)
+
+
+def test_every_mutant_has_its_line():
+    for name, right, *_ in mutants.MUTANTS:
+        assert (ROOT / name).read_text(encoding="utf-8").count(right) == 1, (name, right)
 
 
 def test_the_claims_file_is_up_to_date():

@@ -53,9 +53,9 @@ tuned = {                       # at scale cpu; the best of which_rates.py so fa
     "MIDUS base": dict(learning_rate=54e-3),
 }
 bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
-times = {                       # a step's time in units of its baseline's, from step_time.py
-    "MoVE": 1.06, "LIMe": 1.05, "UltraMemV2": 2.3, "HierMem": 1.1, "MIDUS": 0.8,
-    "HierMem post-hoc": 0.9,
+times = {                       # a step's, its baseline's 1: results/step_time-cpu.jsonl
+    "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 2.34, "HierMem": 1.10,
+    "MIDUS": 0.78, "HierMem post-hoc": 0.59,    # in fp32: results/before/which_memory-cpu-cost.json
 }
 models = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
 for path in sorted(run.ROOT.glob("model_*.py")):                # and your own
