@@ -41,7 +41,6 @@ if __name__ == "__main__":
 import json
 import math
 import os
-import platform
 import resource
 import sys
 import time
@@ -51,8 +50,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from kernels import LazyAdam, RowAdamW, average_sparse, bf16_speedup, clip_grads, keep_coalesced
-from kernels import tune_cpu
+from kernels import (LazyAdam, RowAdamW, average_sparse, clip_grads, fast_dtype, keep_coalesced,
+                     tune_cpu)
 from sample import (assemble, generate, load_checkpoint, load_module, load_start, pick_device,
                     write_checkpoint)
 
@@ -112,19 +111,6 @@ def flags_of(path):
         sys.exit(main(path, options))
     return [f"--{key}={value}" for key, value in settings.items()
             if type(value) in KINDS and key[0] != "_"]
-
-
-def pick_dtype():
-    """(bfloat16 where the hardware multiplies it faster than float32, else float32; why)"""
-    if gpu:
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bfloat16", "this GPU has it"
-        return "float32", "this GPU has no bfloat16"
-    if device != "cpu":
-        return "float32", f"bfloat16 was not tried on {device}"
-    speedup = bf16_speedup()
-    faster = "bfloat16" if speedup > 1.2 else "float32"
-    return faster, f"products in bfloat16 run at {speedup:.1f} of float32's pace"
 
 
 def automatic(value, cpu, cuda):
@@ -256,7 +242,7 @@ if folder and not dry_run:
 # ---------------------------------------------------------------- what is automatic, resolved
 why = "as asked for"
 if not dtype:
-    dtype, why = pick_dtype()
+    dtype, why = fast_dtype(device)
 compile = automatic(compile, 0, 1)
 eval_tokens = automatic(eval_tokens, 16384, 10485760)
 if batch_tokens == -1:                             # about so many
@@ -624,37 +610,19 @@ while True:
              f"{clock((max_iters - step) * batch_tokens / pace)}")
 
 # ---------------------------------------------------------------- the end: result, picture, sample
-
-
-def plot_losses():
-    """The loss curves of the log as a picture."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
-    for key in ("loss", "val_loss"):
-        rows = [row for row in log if key in row]
-        axes.plot([row["step"] for row in rows], [row[key] for row in rows], label=key)
-    axes.set(xlabel="step", ylabel="nats per token")
-    axes.legend()
-    figure.savefig(out / "loss.png")
-
-
 if master:
-    from experiments.run import commit, source_hash
-    seconds = median(step_times) if step_times else None
+    from experiments.run import draw_losses, origin
     result = {
         "model": model, "seed": seed, **progress,
         "curve": [row for row in log if "val_loss" in row],
-        "params": counts, "flops_per_token": flops, "step_ms": seconds and 1e3 * seconds,
+        "params": counts, "flops_per_token": flops,
+        "step_ms": 1e3 * median(step_times) if step_times else None,
         "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * batch_tokens,
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if gpu else f"{device} {platform.machine()}",
-        "dtype": dtype, "torch": torch.__version__, "commit": commit(), "data_id": meta["data_id"],
-        "source_hash": source_hash(model), "config": config}
+        "dtype": dtype, "data_id": meta["data_id"], **origin(model, device), "config": config}
     with naming(out / "result.json"):
         (out / "result.json.tmp").write_text(json.dumps(result, indent=1))
         os.replace(out / "result.json.tmp", out / "result.json")
-    plot_losses()
+    draw_losses(log, out / "loss.png")
     for key, goal in (("val_bpb", target_bpb), ("val_loss", target_loss)):
         if goal and progress[key]:
             met = "met" if progress[key] <= goal else "missed"

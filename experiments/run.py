@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import json
 import os
+import platform
 import re
 import shlex
 import signal
@@ -92,6 +93,16 @@ def commit():
     except OSError:
         return ""
     return f"{name}-dirty" if changed else name
+
+
+def origin(model, device):
+    """What a result says of where it comes from: machine, torch, commit, sources."""
+    import torch
+    machine = f"{device} {platform.machine()}"
+    if device.startswith("cuda"):
+        machine = torch.cuda.get_device_name()
+    return {"device": machine, "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "commit": commit(), "source_hash": source_hash(model)}
 
 
 # ---------------------------------------------------------------- the experiment file
@@ -586,6 +597,19 @@ def claims_table():
             names = "; ".join(waiting[:4]) + more
             lines.append(line([path.stem, names, "-", "-", "-", "0", "not run"]))
     return "# Every claim and its verdict\n\n" + "\n".join(lines) + "\n"
+
+
+def draw_losses(log, file):
+    """The losses in the lines of a run's log.jsonl, over its steps."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    for key in ("loss", "val_loss"):
+        rows = [row for row in log if key in row]
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], label=key)
+    axes.set(xlabel="step", ylabel="nats per token")
+    axes.legend()
+    figure.savefig(file)
 
 
 def plot(exp, rows, file):
