@@ -179,11 +179,8 @@ def core_times(core, s):
 
 def pick_ranks(s, index):
     """s (P, R, r, n), index (P, R, m) -> s[p, h, x, index[p, h, u]] (P, R, r, m)."""
-    P, R, r, n = s.shape
-    m = index.shape[2]
-    index = index[:, :, None].expand(P, R, r, m)
-    picked = pick(s.reshape(-1, n), index.reshape(-1, m))
-    return picked.view(P, R, r, m)
+    P, R, r, _ = s.shape
+    return pick(s, index[:, :, None].expand(P, R, r, index.shape[2]))
 
 
 # ================================================================ the sums
@@ -369,22 +366,24 @@ def tucker_search(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core_sum: 
 
 @operator(lambda s, index: s.new_empty(index.shape, dtype=acc_dtype(s)))
 def pick(s: Tensor, index: Tensor) -> Tensor:
-    """s (Q, n), index (Q, k) -> s[q, index[q,u]] (Q, k) fp32 (fp64). ds[q,i] = sum of g[q,u] over
-    the u with index[q,u] = i.
+    """s (..., n), index (..., k) -> s[..., index[..., u]] (..., k) fp32 (fp64). ds[..., i] = sum of
+    g[..., u] over the u with index[..., u] = i.
     """
-    return s.gather(1, index).to(acc_dtype(s))
+    return s.gather(-1, index).to(acc_dtype(s))
 
 
 def pick_setup(ctx, inputs, output):
     s, index = inputs
-    ctx.n = s.shape[1]
+    ctx.shape = s.shape
     ctx.dtype = s.dtype
     ctx.save_for_backward(index)
 
 
 def pick_backward(ctx, grad):
     index, = ctx.saved_tensors
-    return scatter_scores(grad, index, ctx.n).to(ctx.dtype), None
+    grad = grad.flatten(0, -2)
+    ds = scatter_scores(grad, index.flatten(0, -2), ctx.shape[-1])
+    return ds.view(ctx.shape).to(ctx.dtype), None
 
 
 pick.register_autograd(pick_backward, setup_context=pick_setup)
@@ -770,6 +769,11 @@ def launch(kernel, grid, *args, **options):
 PADDING = tl.constexpr(-2**63)
 
 
+def dense_rows(s):
+    """s with neighbours in its last dimension, copied only if they are not."""
+    return s if s.stride(-1) == 1 else s.contiguous()
+
+
 def power_of_2(n, at_least=2):
     return max(at_least, 1 << (n - 1).bit_length())
 
@@ -820,14 +824,15 @@ def store_tile(pointer, width, row, col, row_ok, col_ok, value):
 # and column. A pair travels as row << 16 | column. N2, K2, C2, O2: n, the ranks kept, the number of
 # candidates C, and k, as powers of two.
 @jit
-def product_key_kernel(s_row, s_col, ranks, scores, rows, cols, P, n, k, C, N2: tl.constexpr,
-                       K2: tl.constexpr, C2: tl.constexpr, O2: tl.constexpr, BLOCK_P: tl.constexpr):
+def product_key_kernel(s_row, s_col, ranks, scores, rows, cols, row_p, col_p, P, n, k, C,
+                       N2: tl.constexpr, K2: tl.constexpr, C2: tl.constexpr, O2: tl.constexpr,
+                       BLOCK_P: tl.constexpr):
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     p = p[:, None]
     x = tl.arange(0, N2)[None, :]
     ok = (p < P) & (x < n)
-    row_list = top(load(s_row + p * n + x, ok), x, ok, K2)    # (BLOCK_P, K2)
-    col_list = top(load(s_col + p * n + x, ok), x, ok, K2)
+    row_list = top(load(s_row + p * row_p + x, ok), x, ok, K2)    # (BLOCK_P, K2)
+    col_list = top(load(s_col + p * col_p + x, ok), x, ok, K2)
 
     c = tl.arange(0, C2)[None, :]
     candidate = (p < P) & (c < C)
@@ -855,40 +860,45 @@ def product_key_search_triton(s_row, s_col, k):
     BLOCK_P = max(1, 2048 // max(N2, C2))
     scores, rows, cols = product_key_search_fake(s_row, s_col, k)
     if P:
+        s_row = dense_rows(s_row)
+        s_col = dense_rows(s_col)
         launch(
             product_key_kernel, (triton.cdiv(P, BLOCK_P),),
-            s_row.contiguous(), s_col.contiguous(), ranks, scores, rows, cols, P, n, k, C,
+            s_row, s_col, ranks, scores, rows, cols, s_row.stride(0), s_col.stride(0), P, n, k, C,
             N2, K2, C2, power_of_2(k), BLOCK_P)
     return scores, rows, cols
 
 
 # One program owns one query and one retrieval head. It projects the RANK x n scores of both sides
 # on u and v, keeps the m_key best rows and columns, reads their scores again (from the cache),
-# builds the m_key x m_key Tucker grid in registers and writes row and column of its m best.
+# builds the m_key x m_key Tucker grid in registers and writes row and column of its m best. row_p,
+# row_h, row_r: strides of s_row's dimensions, likewise of s_col.
 @jit
-def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, n, m_key, m, HEADS, RANK: tl.constexpr,
-                  N2: tl.constexpr, M2: tl.constexpr, O2: tl.constexpr):
+def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, row_p, row_h, row_r, col_p, col_h,
+                  col_r, n, m_key, m, HEADS, RANK: tl.constexpr, N2: tl.constexpr,
+                  M2: tl.constexpr, O2: tl.constexpr):
     query = tl.program_id(0).to(tl.int64)    # counts (p, head)
-    head = tl.program_id(0) % HEADS
-    s_row += query * RANK * n
-    s_col += query * RANK * n
+    head = query % HEADS
+    p = query // HEADS
+    s_row += p * row_p + head * row_h
+    s_col += p * col_p + head * col_h
     x = tl.arange(0, N2)
     a = tl.zeros([N2], tl.float32)
     b = tl.zeros([N2], tl.float32)
     for r in tl.static_range(RANK):
         u_r = tl.load(u + head * RANK + r)
         v_r = tl.load(v + head * RANK + r)
-        a += u_r * load(s_row + r * n + x, x < n)
-        b += v_r * load(s_col + r * n + x, x < n)
+        a += u_r * load(s_row + r * row_r + x, x < n)
+        b += v_r * load(s_col + r * col_r + x, x < n)
     ok = tl.arange(0, M2) < m_key
     i = top(a, x, x < n, M2) & 0xFFFF    # (M2,)
     j = top(b, x, x < n, M2) & 0xFFFF
     grid = tl.zeros([M2, M2], tl.float32)
     for r in tl.static_range(RANK):
-        row = load(s_row + r * n + i, ok)
+        row = load(s_row + r * row_r + i, ok)
         for c in tl.static_range(RANK):
             weight = tl.load(core_sum + (head * RANK + r) * RANK + c)
-            col = load(s_col + c * n + j, ok)
+            col = load(s_col + c * col_r + j, ok)
             grid += row[:, None] * (weight * col)[None, :]
     pair = (i << 16)[:, None] | j[None, :]
     both_ok = ok[:, None] & ok[None, :]
@@ -905,10 +915,13 @@ def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
     rows, cols = tucker_search_fake(s_row, s_col, u, v, core_sum, m_key, m)
     if P * R:
         u, v, core_sum = (t.float().contiguous() for t in (u, v, core_sum))
+        s_row = dense_rows(s_row)
+        s_col = dense_rows(s_col)
         launch(
             tucker_kernel, (P * R,),
-            s_row.contiguous(), s_col.contiguous(), u, v, core_sum, rows, cols, n, m_key, m, R, r,
-            power_of_2(n, M2), M2, power_of_2(m), num_warps=4 if M2 <= 32 else 16)
+            s_row, s_col, u, v, core_sum, rows, cols, *s_row.stride()[:3], *s_col.stride()[:3],
+            n, m_key, m, R, r, power_of_2(n, M2), M2, power_of_2(m),
+            num_warps=4 if M2 <= 32 else 16)
     return rows, cols
 
 

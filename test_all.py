@@ -772,6 +772,24 @@ def test_kernels_tucker_scores_are_fp32_whatever_matrix_products_are():
     assert not seen.names & {f"aten::{name}" for name in products}
 
 
+def test_kernels_searches_read_strided_scores_where_they_lie(backend):
+    g = generator()
+    tucker = torch.randn(2, 3, 2, 5, 8, generator=g)[..., :7].permute(2, 1, 3, 0, 4)
+    pairs = torch.randn(9, 2, 8, generator=g)[..., :7].transpose(0, 1)
+    core = torch.rand(2, 5, 2, 2, generator=g)
+    U, _, V = torch.linalg.svd(core.sum(0))
+
+    def search(tucker, pairs):
+        found = kernels.tucker_topk(*tucker, U[:, :, 0], V[:, 0], core, 4, 3)
+        return [*found, *kernels.product_key_topk(*pairs, 4)]
+
+    for s in (*tucker, *pairs):
+        assert not s.is_contiguous() and kernels.dense_rows(s) is s
+    assert_close(search(tucker, pairs), search(tucker.clone(memory_format=torch.contiguous_format),
+                                               pairs.contiguous()), rtol=0, atol=0)
+    assert_close(search(tucker.mT.contiguous().mT, pairs), search(tucker, pairs), rtol=0, atol=0)
+
+
 # ---------------------------------------------------------------- the sums
 
 # What the three sums must survive, as (N, d, P, k, H, n_blocks). C = 32 positions make a window, so
