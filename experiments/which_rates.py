@@ -2,11 +2,11 @@
 quarter of its next length, one seed.
 
 A comparison of memories is one of tuned models, or it compares luck with rates. All rates are those
-of what Muon does not take; the first ones are the papers' (LIMe's: 1e-3) times 3, 9 and 27. They
-are constant until they fall to zero over the last 40%, as in MoVE's recipe, whose own rates are
-nanochat's and were not tuned. A memory that is a table learns at this rate, too, and has rows of
-its own; HierMem's bank wants a fraction of it. What starts from a trained baseline has rows of its
-own as well.
+of what Muon does not take; the first ones are the papers' (LIMe's: 1e-3) times 3, 9 and 27, and 81
+where 27 was best. They are constant until they fall to zero over the last 40%, as in MoVE's recipe,
+whose own rates are nanochat's and were not tuned. UltraMemV2's memory learns at this rate, too, and
+has rows of its own; LIMe's routers have a rate of their own and HierMem's bank a fraction. So has
+what starts from a trained baseline, the best one.
 """
 from experiments.which_memory import cpu, gpu, models, prepare
 
@@ -32,16 +32,20 @@ def add(title, first, rate, **keys):
 for title, rate in recipes.items():
     for factor in (3, 9, 27):
         add(title, f"{title} {3 * rate:.2g}", factor * rate, dense=True)
+for title in ("LIMe", "MIDUS base"):                            # the best was the highest
+    add(title, f"{title} {3 * recipes[title]:.2g}", 81 * recipes[title], dense=True)
 for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
-for part in (1, 3):
-    add(f"HierMem memory 1/{part}", "HierMem 0.015", 0.015, memory_lr=1 / part)
+for rate in (1e-3, 3e-3, 1e-2):
+    add(f"LIMe routers {rate:.2g} at", "LIMe 0.081", 0.081, router_lr=rate / 0.081)
+for part in (1, 3, 9):
+    add(f"HierMem memory 1/{part} at", "HierMem 0.045", 0.045, memory_lr=1 / part)
 for factor in (1, 3, 9):
-    add("MIDUS base continued", "MIDUS base 0.018", factor * 5e-4,
-        init_from="@MIDUS base 0.018", phase="cpt", upscale="base")
-    add("MIDUS grown", "MIDUS base 0.018", factor * 2e-3,
-        init_from="@MIDUS base 0.018", phase="cpt", upscale="midus")
-    add("HierMem continued", "HierMem 0.015", factor * 17e-4,
-        init_from="@HierMem 0.015", dense=True)
-    add("HierMem post-hoc", "HierMem 0.015", factor * 5e-3,
-        init_from="@HierMem 0.015", memory="ffn", frozen=True, memory_lr=1 / 3)
+    add("MIDUS base continued", "MIDUS base 0.054", factor * 15e-4,
+        init_from="@MIDUS base 0.054", phase="cpt", upscale="base")
+    add("MIDUS grown", "MIDUS base 0.054", factor * 6e-3,
+        init_from="@MIDUS base 0.054", phase="cpt", upscale="midus")
+    add("HierMem continued", "HierMem 0.045", factor * 5e-3,
+        init_from="@HierMem 0.045", dense=True)
+    add("HierMem post-hoc", "HierMem 0.045", factor * 5e-3,
+        init_from="@HierMem 0.045", memory="ffn", frozen=True, memory_lr=1 / 3)
