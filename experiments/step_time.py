@@ -8,6 +8,7 @@ The time of a training step beside that of the model's own dense baseline, step 
 All options but these are train.py's; the data decides nothing here but the vocabulary. The figures
 are medians; the steps are train.py's own, forward, backward, clipping and optimizers. --gpt=True
 adds a plain GPT of the same shape to the race, built and trained as nanoGPT builds it, in float32.
+--eager=True, for --compile=1, takes the model without torch.compile in the baseline's place.
 --profile=True prints which of torch's operations take the time. --json_file=FILE adds a line with
 the figures to a file.
 """
@@ -31,9 +32,11 @@ from torch import nn
 
 rounds = 12                     # steps that count, after three to warm up
 gpt = False                     # beside them a plain GPT in float32
+eager = False                   # --compile=1 against the same model without it
 profile = False                 # print torch.profiler's table of three more steps
 json_file = ""                  # a line with the figures is added to this file
-_defaults = {"rounds": rounds, "gpt": gpt, "profile": profile, "json_file": json_file}
+_defaults = {"rounds": rounds, "gpt": gpt, "eager": eager, "profile": profile,
+             "json_file": json_file}
 
 
 def trained(flags):
@@ -140,16 +143,20 @@ def main(argv):
     options = {**_defaults, **configure(own, _defaults)[0]}
     need(options["rounds"] >= 1, f"rounds={options['rounds']}: must be at least 1")
     flags = [flag for flag in argv if flag not in own]
+    start = time.perf_counter()
     runs = {"model": trained(flags)}
     run = runs["model"]
+    print(f"the first three steps and all before them: {time.perf_counter() - start:.0f} s")
     dense = run["module"].DENSE
-    if any(getattr(run["model_config"], key) != value for key, value in dense.items()):
+    if options["eager"]:
+        runs["eager"] = trained([*flags, "--compile=0"])
+    elif any(getattr(run["model_config"], key) != value for key, value in dense.items()):
         runs["dense"] = trained(dense_flags(flags, run))
     if options["gpt"]:
         runs["gpt"] = plain_gpt(run)
         race({"gpt": runs["gpt"]}, 3)
     times = race(runs, options["rounds"])
-    others = [name for name in ("dense", "gpt") if name in times]
+    others = [name for name in ("dense", "eager", "gpt") if name in times]
     for name, seconds in times.items():
         pace = run["batch_tokens"] / seconds
         ratios = [f", {seconds / times[other]:.3f} of {other}" for other in others]
