@@ -336,18 +336,18 @@ def test_fineweb_streams_from_the_hub(tmp_path, monkeypatch):
 def test_pydocs_parses_documentation_and_imports_nothing(tmp_path, monkeypatch):
     words = "doc " * 500
     files = {
-        "heap": f'"""Heaps.\n\n{words}"""\nraise SystemExit("imported")\n\nclass Heap:\n'
-                f'    def push(self):\n        """Pushes \\d.\n\n        {words}"""\n',
-        "codeonly": "x = [\n" + "    1,\n" * 5000 + f']\n"""{words}"""',
-        "broken": f'"""{words}"""\ndef (',
-        "tests/skipped": f'"""Skipped. {words}"""\n',
-        "site-packages/other": f'"""Skipped. {words}"""\n',
-        "pydoc_data/topics": f"topics = {{'for': 'The \"for\" statement\\n{words}'}}\n",
+        "heap": '"""Heaps.\n\nWORDS"""\nraise SystemExit("imported")\n\nclass Heap:\n'
+                '    def push(self):\n        """Pushes \\d.\n\n        WORDS"""\n',
+        "codeonly": '"""WORDS"""\nx = [\n' + "    1,\n" * 5000 + "]",
+        "broken": '"""WORDS"""\ndef (',
+        "tests/skipped": '"""Skipped. WORDS"""\n',
+        "site-packages/other": '"""Skipped. WORDS"""\n',
+        "pydoc_data/topics": "topics = {'for': 'The \"for\" statement\\nWORDS'}\n",
     }
     for name, text in files.items():
         path = tmp_path / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text.replace("WORDS", words))
     monkeypatch.setattr(pf.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(pf.importlib.util, "find_spec", lambda name: None)
     heap = f"Heaps.\n\n{words}\n\nPushes \\d.\n\n{words}"
@@ -460,8 +460,8 @@ def test_a_reader_that_goes_away_is_no_error_and_a_full_disk_is_one():
 
 
 def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
-    code = f"held = pf.lock({str(tmp_path)!r})\nprint('locked', flush=True)\nimport time\n"
-    other = guarded(code + "time.sleep(99)", ROOT)
+    code = "held = pf.lock('.')\nprint('locked', flush=True)\nimport time\ntime.sleep(99)"
+    other = guarded(code, tmp_path)
     other.stdout.readline()
     with pytest.raises(ConfigError, match=f"{tmp_path} is in use by the process {other.pid}: wait"):
         pf.lock(tmp_path)
@@ -1010,7 +1010,7 @@ def test_kernels_lazy_adam_equals_torchs_sparse_adam(path, shape, monkeypatch):
     results = []
     for optimizer in (torch.optim.SparseAdam, kernels.LazyAdam):
         p = torch.nn.Parameter(start.clone())
-        o = optimizer([dict(params=[p], lr=0.1)], betas=(0.8, 0.95), eps=1e-3)
+        o = optimizer([p], lr=0.1, betas=(0.8, 0.95), eps=1e-3)
         for n, values in enumerate(gradients):
             p.grad = torch.sparse_coo_tensor(rows[n], values, shape, check_invariants=False)
             o.param_groups[0]["lr"] = 0.1 / (1 + n)
@@ -1070,22 +1070,22 @@ def test_kernels_are_launched_on_the_gpu_that_was_asked_for(name, current, monke
 def operator_calls():
     table, indices, weights, blocks, n_blocks, x = sum_inputs("blocks, slices", torch.float32)
     order = kernels.sort_indices(indices)
-    grad, s, d_s = normal((len(x) * n_blocks, 6), (4, 6), (4, 3), dtype=torch.float32)
-    picks = torch.randint(6, (4, 3))
-    *tucker, core = (t.contiguous() for t in tucker_inputs(dtype=torch.float32))
-    yield kernels.scatter_scores, (d_s, picks, 6)
-    yield kernels.row_sums_dense, (
-        grad, indices, weights, blocks, n_blocks, order, 4, torch.float32)
+    grad, s = normal((len(x) * n_blocks, 6), (len(x), 6), dtype=torch.float32)
+    *tucker, core = (t.contiguous() for t in tucker_inputs(torch.float32))
+    targets = torch.arange(len(x)) % 5 - 1
+    sums = indices, weights, blocks, n_blocks, order
+    yield kernels.scatter_scores, (s[:, :4], indices, 6)
+    yield kernels.row_sums_dense, (grad, *sums, 4, torch.float32)
     for t in (table, weights, x, grad, s):
         t.requires_grad_()
     yield kernels.product_key_search, (s, s.flip(1), 3)
     yield kernels.tucker_search, (*tucker, core.sum(0), 4, 3)
-    yield kernels.pick, (s, picks)
+    yield kernels.pick, (s, indices)
     yield kernels.gather_rows_op, (table, torch.tensor([0, 2]), False)
-    yield kernels.gather_sum_op, (table, indices, weights, blocks, n_blocks, order, False)
+    yield kernels.gather_sum_op, (table, *sums, False)
     yield kernels.gather_dot_op, (table, indices, grad, blocks, n_blocks, 2, None, False)
     yield kernels.linear_cross_entropy_op, (
-        x, table, torch.arange(len(x)) % 5 - 1, 3.0, torch.bfloat16, True, True)
+        x, table, targets, 3.0, torch.bfloat16, True, True)
 
 
 @no_triton
@@ -1171,26 +1171,27 @@ def test_kernels_row_sparse_gradients_are_one_graph_break():
     assert counter.frame_count == 2    # before the operation and after it
 
 
-BAD_CALLS = [    # with t (20, 6), i (10, 3), w (10, 3, 1), x (10, 6)
-    ("gather_sum(t[0], i, w)", "table must be .N, d. float"),
-    ("gather_sum(t, i.float(), w)", "indices must be .* int32 or int64"),
-    ("gather_sum(t, i[0], w)", "indices must be .P, k."),
-    ("gather_sum(t, i, w[:, :2])", "weights must be .10, 3, H."),
-    ("gather_sum(t, i, w.expand(-1, -1, 4))", "H = 4 does not divide d = 6"),
-    ("gather_sum(t, i, w, i[:2], 2)", "blocks must be .10, 3."),
-    ("gather_sum(t, i, w, None, 2)", "n_blocks goes with blocks"),
-    ("gather_sum(t, i, w, order=i)", "order must be .30."),
-    ("gather_dot(t, i, x[:, :3])", "x must be .10, 6."),
-    ("product_key_topk(x, x[:3], 2)", "s_col must be .10, 6."),
-    ("product_key_topk(x, x, 37)", "k must lie in"),
-    ("tucker_topk(*scores, 8, 2)", "m_key must lie in"),
-    ("tucker_topk(*scores, 2, 5)", "m in .1, m_key"),
-    ("tucker_topk(*scores[:2], x, x, x, 2, 2)", "u must be .2, 2."),
-    ("gather_rows(t, i)", "rows must be .U."),
-    ("mix_values(x[:, None], t[:, None, None], i[:, 0], w)", "gate must be"),
-    ("mix_values(x[:, None], t[:, None, :5], i[:, 0], w.mT)", "bank_rows must be"),
-    ("mix_values(x[:, None], t[:, None].expand(-1, 2, -1), i, w.mT)", "inverse must be"),
-]
+# With t (20, 6), i (10, 3), w (10, 3, 1), x (10, 6).
+BAD_CALLS = rows("""
+gather_sum(t[0], i, w)                                           table must be .N, d. float
+gather_sum(t, i.float(), w)                                      indices must be .* int32 or int64
+gather_sum(t, i[0], w)                                           indices must be .P, k.
+gather_sum(t, i, w[:, :2])                                       weights must be .10, 3, H.
+gather_sum(t, i, w.expand(-1, -1, 4))                            H = 4 does not divide d = 6
+gather_sum(t, i, w, i[:2], 2)                                    blocks must be .10, 3.
+gather_sum(t, i, w, None, 2)                                     n_blocks goes with blocks
+gather_sum(t, i, w, order=i)                                     order must be .30.
+gather_dot(t, i, x[:, :3])                                       x must be .10, 6.
+product_key_topk(x, x[:3], 2)                                    s_col must be .10, 6.
+product_key_topk(x, x, 37)                                       k must lie in
+tucker_topk(*scores, 8, 2)                                       m_key must lie in
+tucker_topk(*scores, 2, 5)                                       m in .1, m_key
+tucker_topk(*scores[:2], x, x, x, 2, 2)                          u must be .2, 2.
+gather_rows(t, i)                                                rows must be .U.
+mix_values(x[:, None], t[:, None, None], i[:, 0], w)             gate must be
+mix_values(x[:, None], t[:, None, :5], i[:, 0], w.mT)            bank_rows must be
+mix_values(x[:, None], t[:, None].expand(-1, 2, -1), i, w.mT)    inverse must be
+""")
 
 
 @parametrize("call, message", BAD_CALLS)
@@ -1310,11 +1311,11 @@ def test_attention_in_blocks_is_causal_attention(T, kv_heads):
 
 
 def test_attention_in_bfloat16_is_as_exact_as_torchs():
-    q, k, v = (torch.randn(2, 150, 4, 16, requires_grad=True) for _ in range(3))
-    want = kernels.attend(q, k, v)
-    bf16 = [t.bfloat16() for t in (q, k, v)]
-    ours = kernels.attend(*bf16) - want
-    torchs = kernels.attend(*(t.detach() for t in bf16)) - want        # it learns nothing
+    qkv = torch.randn(3, 2, 150, 4, 16)
+    want = kernels.attend(*qkv)
+    bf16 = qkv.bfloat16()
+    torchs = kernels.attend(*bf16) - want                              # it learns nothing
+    ours = kernels.attend(*bf16.requires_grad_()) - want
     assert not torch.equal(ours, torchs) and ours.norm() < 2 * torchs.norm()
 
 
@@ -1351,39 +1352,63 @@ def test_bf16_speedup_takes_the_best_of_turns(seconds, wanted, monkeypatch):
 
 # ================================================================ every model: the generic block
 
-VARIANTS = {                                                   # each file's main switches
-    "move": [
-        "", "memory=none", "memory=lave", "n_kv_head=1", "memory=lave memory_scale=2 gate_v=1",
-        "memory_scale=2 gate_v=0", "attention=mla", "attention=mla memory=lave",
-        "sparse_memory=True", "attention=mla memory=none n_kv_head=1",
-    ],
-    "lime": [
-        "", "router=none", "router=average", "router=last-2", "router=first-1", "router=dilated-2",
-        "router=no-head-mix", "router=per-dim", "router=dynamic", "n_kv_head=1 tied=False",
-        "baseline=denseformer", "baseline=hyper",
-    ],
-    "ultramem": [
-        "", "memory=none", "n_keys=12 top_k=4 share=ring:2 sparse_memory=True",
-        "n_keys=12 top_k=4 heads=2 rank_queries=0 pre_value_dim=0",
-        "n_keys=12 top_k=4 memory_layers=0,2 virtual=4 tied=False",
-        "memory=ultramem n_keys=12 top_k=4 memory_layers=0:1/1:2",
-        "memory=ultramem n_keys=12 top_k=4 memory_layers=all share=noring:2",
-        "memory=pkm n_keys=12 top_k=4", "memory=memory+ n_keys=12 top_k=4 sparse_memory=True",
-        "memory=peer n_keys=12 heads=1 top_k=2", "memory=moe n_keys=6 top_k=2",
-    ],
-    "midus": [
-        "", "upscale=base tied=False qkv_bias=True n_kv_head=1 rope_scaling=8:1:4:8",
-        "placement=top-heavy inserted=2 r=5 top_k=3 n_keys=6", "memory=linear n_keys=8",
-        "memory=pkm n_keys=8", "memory=ultramem n_keys=8", "queries=batch_norm n_keys=8",
-        "queries=layer_norm n_keys=8", "queries=residual n_keys=8", "queries=out_proj n_keys=8",
-        "upscale=llama_pro", "upscale=solar",
-    ],
-    "hiermem": [
-        "", "memory=none", "memory=lora_qk", "memory=lora_vo eot=7", "memory=lora_ffn tied=False",
-        "memory=kv eot=7", "clusters=2,3,2 ranks=0,5,4 memory_layers=late sparse_memory=False",
-        "n_kv_head=1 head_dim=8 qkv_bias=True qk_norm=False rope_scaling=8:1:4:8",
-    ],
-}
+VARIANTS = {}                                                  # each file's main switches
+for name, *flags in rows("""
+move
+move        memory=none
+move        memory=lave
+move        n_kv_head=1
+move        memory=lave memory_scale=2 gate_v=1
+move        memory_scale=2 gate_v=0
+move        attention=mla
+move        attention=mla memory=lave
+move        sparse_memory=True
+move        attention=mla memory=none n_kv_head=1
+lime
+lime        router=none
+lime        router=average
+lime        router=last-2
+lime        router=first-1
+lime        router=dilated-2
+lime        router=no-head-mix
+lime        router=per-dim
+lime        router=dynamic
+lime        n_kv_head=1 tied=False
+lime        baseline=denseformer
+lime        baseline=hyper
+ultramem
+ultramem    memory=none
+ultramem    n_keys=12 top_k=4 share=ring:2 sparse_memory=True
+ultramem    n_keys=12 top_k=4 heads=2 rank_queries=0 pre_value_dim=0
+ultramem    n_keys=12 top_k=4 memory_layers=0,2 virtual=4 tied=False
+ultramem    memory=ultramem n_keys=12 top_k=4 memory_layers=0:1/1:2
+ultramem    memory=ultramem n_keys=12 top_k=4 memory_layers=all share=noring:2
+ultramem    memory=pkm n_keys=12 top_k=4
+ultramem    memory=memory+ n_keys=12 top_k=4 sparse_memory=True
+ultramem    memory=peer n_keys=12 heads=1 top_k=2
+ultramem    memory=moe n_keys=6 top_k=2
+midus
+midus       upscale=base tied=False qkv_bias=True n_kv_head=1 rope_scaling=8:1:4:8
+midus       placement=top-heavy inserted=2 r=5 top_k=3 n_keys=6
+midus       memory=linear n_keys=8
+midus       memory=pkm n_keys=8
+midus       memory=ultramem n_keys=8
+midus       queries=batch_norm n_keys=8
+midus       queries=layer_norm n_keys=8
+midus       queries=residual n_keys=8
+midus       queries=out_proj n_keys=8
+midus       upscale=llama_pro
+midus       upscale=solar
+hiermem
+hiermem     memory=none
+hiermem     memory=lora_qk
+hiermem     memory=lora_vo eot=7
+hiermem     memory=lora_ffn tied=False
+hiermem     memory=kv eot=7
+hiermem     clusters=2,3,2 ranks=0,5,4 memory_layers=late sparse_memory=False
+hiermem     n_kv_head=1 head_dim=8 qkv_bias=True qk_norm=False rope_scaling=8:1:4:8
+"""):
+    VARIANTS.setdefault(name, []).append("".join(flags))
 OURS = [*VARIANTS]
 for path in sorted(ROOT.glob("model_*.py")):                   # yours are tested like the others
     yours = sample.load_module(path.stem[6:])
@@ -1514,16 +1539,19 @@ def test_caches_have_the_size_of_plain_attention(name, flags, numbers):
     assert sum(t.numel() for t in cache.store.values()) == 3 * 10 * int(numbers)
 
 
-@parametrize("name, switches", [
-    case("move"), case("move", "memory=lave"), case("ultramem", "n_keys=12 top_k=4 share=ring:2"),
-    case("ultramem", "n_keys=12 top_k=4 memory=ultramem memory_layers=0:1/1:2"),
-    case("ultramem", "n_keys=12 top_k=4 memory=memory+"),
-    case("ultramem", "n_keys=12 top_k=4 memory=peer")])
-def test_sparse_gradients_are_the_dense_ones_on_the_touched_rows(name, switches):
+@parametrize("name, flags", rows("""
+move        memory=move
+move        memory=lave
+ultramem    n_keys=12 top_k=4 share=ring:2
+ultramem    n_keys=12 top_k=4 memory=ultramem memory_layers=0:1/1:2
+ultramem    n_keys=12 top_k=4 memory=memory+
+ultramem    n_keys=12 top_k=4 memory=peer
+"""))
+def test_sparse_gradients_are_the_dense_ones_on_the_touched_rows(name, flags):
     """Of two micro-batches."""
     grads = []
     for sparse in (False, True):
-        model = make(name, sparse_memory=sparse, **switches)
+        model = make(name, sparse_memory=sparse, **typed(name, flags))
         for p in model.parameters():
             kernels.keep_coalesced(p)
         for part in some_tokens().split(1):
@@ -1628,8 +1656,8 @@ def test_meta_device_depth_dial_and_inspect(name):
     saved = vars(module.Config.from_depth(4))
     assert vars(module.Config(**saved)) == saved, "a checkpoint's fields build the same Config"
     for dense in (module.Config.from_depth(4, **module.DENSE),
-                  module.Config(**{**saved, **module.DENSE})):
-        assert all(getattr(dense, key) == value for key, value in module.DENSE.items())
+                  module.Config(**saved | module.DENSE)):
+        assert module.DENSE.items() <= vars(dense).items()
     assert set(module.RECIPE) <= {"adamw", "muon"}
     for tensor, axes in make(name).inspect(some_tokens(1, 9)).values():
         assert tensor.ndim == len(axes) and torch.isfinite(tensor).all() and tensor.std() > 0
@@ -1941,15 +1969,20 @@ def test_move_reads_the_bank_once_a_forward(monkeypatch):
     assert torch.equal(once.args[1], idx.unique())
 
 
-@parametrize("preset, scale, percent", [
-    ("d12", 1, 0.32), ("d12", 2, 0.59), ("d12", 4, 1.13), ("d12", 8, 2.21), ("d32", 2, 1.84)])
+@parametrize("preset, scale, percent", rows("""
+d12    1    0.32
+d12    2    0.59
+d12    4    1.13
+d12    8    2.21
+d32    2    1.84
+"""))
 def test_move_overhead_is_the_papers_equation_10(preset, scale, percent):
     """FLOPs that MoVE adds to the blocks: H(M+1) / (12d + 2T). The paper prints 1.8% for D32."""
     plain = on_meta("move", preset, memory="none")
     flops = plain.flops_per_token()
     blocks = flops - 6 * plain.head.weight.numel()
-    added = on_meta("move", preset, memory_scale=scale).flops_per_token() - flops
-    assert round(100 * added / blocks, 2) == percent
+    added = on_meta("move", preset, memory_scale=int(scale)).flops_per_token() - flops
+    assert f"{100 * added / blocks:.2f}" == percent
 
 
 def test_move_fills_in_what_is_automatic():
@@ -1963,18 +1996,19 @@ def test_move_fills_in_what_is_automatic():
     assert [from_depth(12, memory=m).gate_v for m in ("move", "lave", "none")] == [1, 0, 0]
 
 
-@parametrize("fields, message", [
-    (dict(n_embd=30), r"n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head"),
-    (dict(n_kv_head=3), "n_head=4, n_kv_head=3"),
-    (dict(n_layer=0), "n_layer=0: must be at least 1"),
-    (dict(memory="mova"), "memory='mova': choose move, lave or none"),
-    (dict(attention="mqa"), "attention='mqa': choose mha or mla"),
-    (dict(gate_v=2), "gate_v=2"),
-    (dict(memory="lave", memory_scale=4), "memory_scale=4: choose 1 or 2 for memory=lave"),
-])
-def test_move_config_errors(fields, message):
+@parametrize("flags, message", rows(r"""
+n_embd=30                      n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head
+n_kv_head=3                    n_head=4, n_kv_head=3
+n_layer=0                      n_layer=0: must be at least 1
+memory=mova                    memory='mova': choose move, lave or none
+attention=mqa                  attention='mqa': choose mha or mla
+gate_v=2                       gate_v=2
+memory=lave memory_scale=4     memory_scale=4.0: choose 1 or 2 for memory=lave
+"""))
+def test_move_config_errors(flags, message):
+    sizes = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=61)
     with pytest.raises(ValueError, match=message):
-        model_move.Config(**{"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 61, **fields})
+        model_move.Config(**sizes | typed("move", flags))
 
 
 # ================================================================ model_lime.py: LIMe
