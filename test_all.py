@@ -518,16 +518,16 @@ pf.main({settings})
 """, ROOT)
 
 
-@parametrize("signal_name", ["SIGKILL", "SIGINT"])
-def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(signal_name, corpus, tmp_path):
+@parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(number, corpus, tmp_path):
     out, partial = tmp_path / "data", tmp_path / "data.partial"
     process = start_preparing(corpus, out, seconds=0.3)
     while len(list(partial.glob("*.bin"))) < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    process.send_signal(getattr(signal, signal_name))
+    process.send_signal(number)
     error = process.communicate(timeout=60)[1]
-    if signal_name == "SIGINT":
+    if number == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in error and not partial.exists()
     else:
         with pytest.raises(ConfigError, match="left by an interrupted preparation: run prepare_fi"):
@@ -1342,10 +1342,9 @@ def test_newton_schulz_is_torchs(shape, monkeypatch):
 @parametrize("seconds, wanted", [((4, 1), 4), ((1, 2), 0.5)])
 def test_bf16_speedup_takes_the_best_of_turns(seconds, wanted, monkeypatch):
     slow = [100.0] * 4 + [1.0] * 10                            # what others do to the first turns
-    now, ticks = 0.0, []
+    ticks = []
     for n, factor in enumerate(slow):
-        ticks += [now, now + factor * seconds[n % 2]]
-        now = ticks[-1]
+        ticks += [0.0, factor * seconds[n % 2]]                # start and end
     monkeypatch.setattr(kernels.time, "perf_counter", iter(ticks).__next__)
     assert kernels.bf16_speedup.__wrapped__() == approx(wanted)
 
@@ -1675,8 +1674,7 @@ def test_shared_tensors_start_equal_across_variants(name):
     assert theirs.keys() < ours.keys()
     assert all(torch.equal(p, ours[n]) for n, p in theirs.items())
     alike = [ours[f"blocks.{layer}.attn.W_{letter}.weight"] for layer in (0, 1) for letter in "QK"]
-    for a, b in itertools.combinations(alike, 2):
-        assert not torch.equal(a, b), "each tensor has numbers of its own"
+    assert len({p.sum().item() for p in alike}) == 4, "each tensor has numbers of its own"
     fields["seed"] = 8
     other = dict(make(name, **fields).named_parameters())
     assert not torch.equal(other["embed.weight"], ours["embed.weight"])
