@@ -27,6 +27,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -74,6 +75,10 @@ def write_jsonl(path, records):
     return path
 
 
+def write_texts(path, texts):
+    return write_jsonl(path, [{"text": text} for text in texts])
+
+
 def small_texts(n=60):
     """
     Different texts with what tokenizers trip over: scripts, a composed emoji, carriage returns,
@@ -89,7 +94,7 @@ def small_texts(n=60):
 
 @pytest.fixture
 def corpus(tmp_path):
-    return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in small_texts()])
+    return write_texts(tmp_path / "corpus.jsonl", small_texts())
 
 
 def prepare_bytes(source, out, **settings):
@@ -113,39 +118,37 @@ def save_tokenizer(path, extra=0, eot="<|endoftext|>", normalizer=None):
     return path
 
 
-def tokens_of(folder, split):
-    shards = sorted(Path(folder).glob(f"{split}_*.bin"))
-    return np.concatenate([np.fromfile(path, np.uint16)[512:] for path in shards]).astype(int)
+def data_id(folder):
+    return load_meta(folder)["data_id"]
 
 
 def documents_of(folder, split):
     """The texts of a split, got back from its shards."""
-    tok = get_tokenizer(str(folder))
-    ids = tokens_of(folder, split)
-    assert ids[0] == tok.eot
-    return [tok.decode(part) for part in np.split(ids, np.flatnonzero(ids == tok.eot)[1:])]
+    tok = get_tokenizer(folder)
+    shards = sorted(folder.glob(f"{split}_*.bin"))
+    ids = np.concatenate([np.fromfile(path, np.uint16, offset=1024) for path in shards])
+    nothing, *parts = np.split(ids, np.flatnonzero(ids == tok.eot))
+    assert not len(nothing)
+    return [tok.decode(part) for part in parts]
 
 
 @parametrize("argument, value", rows("""
---max_iters=1e4                 10000
---max_iters=300_000             300000
---max_iters=-3                  -3
---compile=True                  1
---compile=false                 0
---learning_rate=3e-4            0.0003
---learning_rate=1               1.0
---dense=1                       True
---dense=false                   False
---dataset=                      ''
---dataset=x=y                   'x=y'
---dataset=3                     '3'
+--max_iters=300 --max_iters=1e4    {'max_iters': 10000}
+--max_iters=300_000                {'max_iters': 300000}
+--max_iters=-3                     {'max_iters': -3}
+--compile=True                     {'compile': 1}
+--compile=false                    {'compile': 0}
+--learning_rate=3e-4               {'learning_rate': 0.0003}
+--learning_rate=1                  {'learning_rate': 1.0}
+--dense=1                          {'dense': True}
+--dense=false                      {'dense': False}
+--dataset=                         {'dataset': ''}
+--dataset=x=y                      {'dataset': 'x=y'}
+--dataset=3                        {'dataset': '3'}
 """))
 def test_configure_types_a_value_after_its_default(argument, value):
-    key = argument[2:].split("=")[0]
-    default = f"--{key}={NAMESPACE[key]}"     # the last of two wins
-    overrides, positionals = configure(["config.py", default, argument], NAMESPACE)
-    assert list(overrides) == [key] and repr(overrides[key]) == value
-    assert positionals == ["config.py"]
+    found = configure(["config.py", *argument.split()], NAMESPACE)
+    assert repr(found) == f"({value}, ['config.py'])"
 
 
 @parametrize("argument, message", rows("""
@@ -191,16 +194,11 @@ def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, 
     mine = save_tokenizer(tmp_path / "mine" / "tokenizer.json")
     folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=mine if name == "mine" else name,
                            vocab_size=300 if name == "bpe" else -1)
-    meta, tok = load_meta(folder), get_tokenizer(folder)
-    lengths = load_token_bytes(folder)
-    assert meta["vocab_size"] == tok.vocab_size == len(lengths) == size
-    assert meta["tokenizer"] == tok.name == name and meta["eot"] == tok.eot
-    assert lengths.dtype == np.int32 and lengths[tok.eot] == 0
+    tok, lengths = get_tokenizer(folder), load_token_bytes(folder)
+    assert load_meta(folder)["tokenizer"] == tok.name == name
+    assert tok.vocab_size == len(lengths) == size and lengths[tok.eot] == 0
     for text in small_texts():
-        ids = tok.encode(text)
-        assert tok.decode(ids) == text and tok.eot not in ids
-        assert b"".join(map(tok.token_bytes, ids)) == text.encode()
-        assert lengths[ids].sum() == len(text.encode())
+        assert lengths[tok.encode(text)].sum() == len(text.encode())
     found = documents_of(folder, "train") + documents_of(folder, "val")
     assert sorted(found) == sorted(small_texts())
 
@@ -213,41 +211,28 @@ def test_shards_are_those_of_llm_c(extra, magic, kind, corpus, tmp_path):
     folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=tokenizer, shard_tokens=3000)
     shards = sorted(folder.glob("*.bin"))
     assert len(shards) > 5 and not list(folder.glob("*.mask"))
+    digest = pf.hashlib.sha256()
     for path in shards:
         header, ids = np.fromfile(path, np.int32, 256), np.fromfile(path, kind, offset=1024)
         assert header.tolist() == [*magic, len(ids)] + [0] * 253
         assert ids[0] == 256 + extra, "a document starts every shard"
-    digest = pf.hashlib.sha256(b"".join(path.read_bytes() for path in shards)).hexdigest()
-    assert load_meta(folder)["data_id"] == digest[:8]
+        digest.update(path.read_bytes())
+    assert load_meta(folder)["data_id"] == digest.hexdigest()[:8]
     x, _ = TokenShards(folder, "train", 16).batch([0])
-    assert get_tokenizer(folder).decode(x[0].tolist()).startswith("Document ")
+    assert get_tokenizer(folder).decode(x[0]).startswith("Document ")
 
 
 def test_max_tokens_ends_with_the_document_that_reaches_it(corpus, tmp_path):
     """The number of processes changes nothing."""
-    texts = [text + str(i) for i in range(6) for text in small_texts()]
-    write_jsonl(corpus, [{"text": text} for text in texts])
+    write_texts(corpus, [text + str(i) for i in range(6) for text in small_texts()])
     whole = prepare_bytes(corpus, tmp_path / "0", shard_tokens=10_000)
     again = prepare_bytes(corpus, tmp_path / "1", shard_tokens=10_000, workers=2)
-    assert load_meta(again)["data_id"] == load_meta(whole)["data_id"]
+    assert data_id(again) == data_id(whole)
     folder = prepare_bytes(corpus, tmp_path / "2", max_tokens=40_000, workers=2)
     part = documents_of(folder, "train")
     n = load_meta(folder)["tokens"]["train"]
     assert part == documents_of(whole, "train")[:len(part)]
     assert n >= 40_000 > n - len(part[-1].encode()) - 1
-
-
-def test_windows_cover_every_token_once_and_never_cross_shards(corpus, tmp_path):
-    folder = prepare_bytes(corpus, tmp_path / "data", shard_tokens=1500)
-    shards = TokenShards(folder, "train", 64)
-    x, y = shards.batch(np.arange(shards.n_windows))
-    expected = []
-    for path in sorted(folder.glob("train_*.bin")):
-        ids = torch.from_numpy(np.fromfile(path, np.uint16)[512:].astype(int))
-        expected += ids.unfold(0, 65, 64)                      # size, step
-    assert torch.equal(torch.cat((x[:, :1], y), 1), torch.stack(expected))
-    assert torch.equal(x[:, 1:], y[:, :-1])
-    assert torch.equal(shards.batch([7, 3])[0], x[[7, 3]])
 
 
 def test_every_epoch_has_an_order_of_its_own(corpus, tmp_path):
@@ -262,9 +247,9 @@ def test_every_epoch_has_an_order_of_its_own(corpus, tmp_path):
 def test_held_out_files_are_those_named_val(tmp_path):
     texts = small_texts()
     source = tmp_path / "in"
-    write_jsonl(source / "train-1.jsonl", [{"text": text} for text in texts[:30]])
-    write_jsonl(source / "sub" / "more.jsonl", [{"text": text} for text in texts[30:50]])
-    write_jsonl(source / "val.jsonl", [{"text": text} for text in texts[50:]])
+    write_texts(source / "train-1.jsonl", texts[:30])
+    write_texts(source / "sub" / "more.jsonl", texts[30:50])
+    write_texts(source / "val.jsonl", texts[50:])
     (source / "README.md").write_text("is not read")
     folder = prepare_bytes(source, tmp_path / "data", max_tokens=1)     # which val is not cut by
     assert documents_of(folder, "val") == texts[50:]
@@ -275,46 +260,39 @@ def test_text_is_held_out_by_its_hash_and_bpe_is_trained_without_it(corpus, tmp_
     settings = dict(tokenizer="bpe", vocab_size=320, val_fraction=0.5)
     first = prepare_bytes(corpus, tmp_path / "a", **settings)
     train, val = documents_of(first, "train"), documents_of(first, "val")
-    texts = ["one more", *reversed(val), *train, train[0]]
-    write_jsonl(corpus, [{"text": text} for text in texts])
+    write_texts(corpus, ["one more", *reversed(val), *train, train[0]])
     second = prepare_bytes(corpus, tmp_path / "b", val_fraction=0.5)
-    held_out = set(documents_of(second, "val"))
-    assert set(val) <= held_out <= {*val, "one more"}
-    write_jsonl(corpus, [{"text": text} for text in train + val[:1]])
+    assert {*val} <= {*documents_of(second, "val")} <= {*val, "one more"}
+    write_texts(corpus, train + val[:1])
     third = prepare_bytes(corpus, tmp_path / "c", **settings)
-    trained = [(folder / "tokenizer.json").read_text() for folder in (first, third)]
-    assert trained[0] == trained[1]
+    assert (third / "tokenizer.json").read_text() == (first / "tokenizer.json").read_text()
 
 
 def test_prompts_have_no_loss_answers_and_their_end_have(tmp_path):
-    records = [{"prompt": f"What is {i}? ", "answer": f"It is {i}é."} for i in range(40)]
+    records = [{"prompt": "What? ", "answer": f"It is {i}é."} for i in range(40)]
     folder = prepare_bytes(write_jsonl(tmp_path / "tasks.jsonl", records), tmp_path / "data")
     targets = []
     for text in documents_of(folder, "train"):     # eot is wanted, then nothing up to the answer
-        prompt, answer = text.split("? ")
-        assert {"prompt": prompt + "? ", "answer": answer} in records
-        targets += [256] + [-1] * len(prompt + "? ") + list(answer.encode())
+        prompt, answer = text.split("It")
+        targets += [256] + [-1] * 6 + [*f"It{answer}".encode()]
+        assert prompt == "What? "
     shards = TokenShards(folder, "train", 10)
-    _, y = shards.batch(np.arange(shards.n_windows))
+    _, y = shards.batch(range(shards.n_windows))
     assert y.flatten().tolist() == targets[1:y.numel() + 1]
     with pytest.raises(ConfigError, match="clusters=2: prompts and answers are not clustered"):
         prepare_bytes(tmp_path / "tasks.jsonl", tmp_path / "new", clusters="2")
 
 
 def test_with_block_size_a_document_is_a_window_and_its_end_alone_is_predicted(tmp_path):
-    records = [{"prompt": "ask", "answer": "a" * n} for n in range(1, 9)]
+    records = [{"prompt": "ask", "answer": "a" * n} for n in range(9)]
     source = write_jsonl(tmp_path / "in" / "train.jsonl", records).parent
-    write_jsonl(source / "val.jsonl", [{"prompt": "x", "answer": "y"}])
-    folder = prepare_bytes(source, tmp_path / "data", block_size=12)
-    shards = TokenShards(folder, "train", 12)
-    x, y = shards.batch(range(8))
-    assert shards.n_windows == 8
-    for n in range(1, 9):
-        answer = [ord("a")] * n
-        assert x[n - 1].tolist() == [256, *b"ask", *answer] + [256] * (8 - n)
-        assert y[n - 1].tolist() == [-1] * 3 + answer + [256] + [-1] * (8 - n)
-    with pytest.raises(ConfigError, match="block_size=16: a document of .* block_size=12"):
-        TokenShards(folder, "train", 16)
+    write_jsonl(source / "val.jsonl", records[:1])
+    shards = TokenShards(prepare_bytes(source, tmp_path / "data", block_size=12), "train", 12)
+    assert shards.n_windows == 9
+    for n, (x, y) in enumerate(zip(*shards.batch(range(9)))):
+        answer = b"a" * n
+        assert x.tolist() == [256, *b"ask", *answer] + [256] * (8 - n)
+        assert y.tolist() == [-1] * 3 + [*answer, 256] + [-1] * (8 - n)
     with pytest.raises(ConfigError, match="has 12 tokens .* needs block_size=11: 'ask"):
         prepare_bytes(source, tmp_path / "small", block_size=10)
 
@@ -331,11 +309,9 @@ def test_files_of_every_format_give_the_same_shards(tmp_path):
     (tmp_path / "e").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / "e" / f"{i:02}.txt").write_bytes(text.encode())
-    ids = set()
-    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "d.parquet", "e"):
-        folder = prepare_bytes(tmp_path / name, tmp_path / "out" / name[0], text_field="body")
-        ids.add(load_meta(folder)["data_id"])
-    assert len(ids) == 1
+    folders = [prepare_bytes(path, tmp_path / "out" / path.stem, text_field="body")
+               for path in [*tmp_path.iterdir()]]
+    assert len(folders) == 5 and len({*map(data_id, folders)}) == 1
 
 
 def test_a_book_is_cut_at_blank_lines():
@@ -348,35 +324,30 @@ def test_a_book_is_cut_at_blank_lines():
 
 def test_fineweb_streams_from_the_hub(tmp_path, monkeypatch):
     import datasets
-    calls = []
-
-    def load_dataset(path, **arguments):
-        calls.append((path, arguments))
-        return iter({"text": text, "url": "x"} for text in small_texts())
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(pf, "_unreachable", lambda url, seconds=8: "")
+    load = Mock(return_value=({"text": text, "url": "x"} for text in small_texts()))
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(pf, "_unreachable", lambda url: "")
     folder = prepare_bytes("fineweb_edu", tmp_path / "data", max_tokens=2000)
-    arguments = dict(name="sample-10BT", split="train", streaming=True)
-    assert calls == [("HuggingFaceFW/fineweb-edu", arguments)]
+    load.assert_called_once_with(
+        "HuggingFaceFW/fineweb-edu", name="sample-10BT", split="train", streaming=True)
     assert load_meta(folder)["tokens"]["train"] >= 2000
 
 
 def test_pydocs_parses_documentation_and_imports_nothing(tmp_path, monkeypatch):
     words = "doc " * 500
     files = {
-        "heap": f'"""Heaps.\n\n{words}"""\nraise SystemExit("imported")\n\nclass Heap:\n'
-                f'    def push(self):\n        """Pushes \\d.\n\n        {words}"""\n',
-        "codeonly": "x = [\n" + "    1,\n" * 5000 + f']\n"""{words}"""',
-        "broken": f'"""{words}"""\ndef (',
-        "tests/skipped": f'"""Skipped. {words}"""\n',
-        "site-packages/other": f'"""Skipped. {words}"""\n',
-        "pydoc_data/topics": f"topics = {{'for': 'The \"for\" statement\\n{words}'}}\n",
+        "heap": '"""Heaps.\n\nWORDS"""\nraise SystemExit("imported")\n\nclass Heap:\n'
+                '    def push(self):\n        """Pushes \\d.\n\n        WORDS"""\n',
+        "codeonly": '"""WORDS"""\nx = [\n' + "    1,\n" * 5000 + "]",
+        "broken": '"""WORDS"""\ndef (',
+        "tests/skipped": '"""Skipped. WORDS"""\n',
+        "site-packages/other": '"""Skipped. WORDS"""\n',
+        "pydoc_data/topics": "topics = {'for': 'The \"for\" statement\\nWORDS'}\n",
     }
     for name, text in files.items():
         path = tmp_path / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text.replace("WORDS", words))
     monkeypatch.setattr(pf.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(pf.importlib.util, "find_spec", lambda name: None)
     heap = f"Heaps.\n\n{words}\n\nPushes \\d.\n\n{words}"
@@ -395,7 +366,7 @@ def test_other_tokenizers_json(tmp_path, corpus):
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     llama2.add_special_tokens(["</s>"])
     llama2.save(str(tmp_path / "llama2.json"))
-    tok = get_tokenizer(str(tmp_path / "llama2.json"))
+    tok = get_tokenizer(tmp_path / "llama2.json")
     ids = tok.encode("a aé</s>")
     assert tok.eot == 1 and tok.decode(ids) == "a aé</s>"
     assert b"".join(map(tok.token_bytes, ids)) == "a aé</s>".encode()
@@ -405,13 +376,12 @@ def test_other_tokenizers_json(tmp_path, corpus):
     folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=squeeze)
     assert load_token_bytes(folder) is None
     again = prepare_bytes(corpus, tmp_path / "again", tokenizer=folder)     # another corpus's
-    assert load_meta(again)["data_id"] == load_meta(folder)["data_id"]
-    assert get_tokenizer(again).name == "squeeze"
+    assert data_id(again) == data_id(folder) and get_tokenizer(again).name == "squeeze"
 
 
-def save_shard(path, ids, count=None):
+def save_shard(path, ids):
     header = np.zeros(256, np.int32)
-    header[:3] = 20240520, 1, len(ids) if count is None else count
+    header[:3] = 20240520, 1, len(ids)
     path.write_bytes(header.tobytes() + np.array(ids, np.uint16).tobytes())
 
 
@@ -421,16 +391,21 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
     save_shard(tmp_path / "fineweb_val_000000.bin", range(30))
     save_shard(tmp_path / "fineweb_train_val_000000.bin", range(3))     # held-out all the same
     meta = load_meta(tmp_path)
-    assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["gpt2", 50257, 50256]
+    first_id = meta.pop("data_id")
+    assert meta == dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
     train, val = (TokenShards(tmp_path, split, 16) for split in ("train", "val"))
     assert (train.n_windows, train.n_tokens, val.n_windows) == (3 + 6, 149, 1)
-    assert train.batch([3])[1][0].tolist() == list(range(1, 17))
     monkeypatch.setattr(pf, "_load_gpt2", lambda: pf.need(False, "no files"))
     assert load_token_bytes(tmp_path) is None
     monkeypatch.setattr(pf, "_load_gpt2", gpt2_stand_in)
     assert load_token_bytes(tmp_path).shape == (50257,)
+    # Every token but a shard's first is predicted once, and no window crosses shards.
+    starts = [50_208, 50_224, 50_240, *range(0, 96, 16), 50_224]
+    x, y = train.batch([*range(9), 1])
+    assert torch.equal(x, torch.tensor(starts)[:, None] + torch.arange(16))
+    assert torch.equal(y, x + 1)
     save_shard(tmp_path / "fineweb_val_000000.bin", range(31))
-    assert load_meta(tmp_path)["data_id"] != meta["data_id"]
+    assert data_id(tmp_path) != first_id
     (tmp_path / "fineweb_train_000001.bin").write_bytes(np.array([20240801, 7] + [0] * 254, "i4"))
     assert load_meta(tmp_path)["vocab_size"] == 128_256
 
@@ -485,8 +460,8 @@ def test_a_reader_that_goes_away_is_no_error_and_a_full_disk_is_one():
 
 
 def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
-    code = f"held = pf.lock({str(tmp_path)!r})\nprint('locked', flush=True)\nimport time\n"
-    other = guarded(code + "time.sleep(99)", ROOT)
+    code = "held = pf.lock('.')\nprint('locked', flush=True)\nimport time\ntime.sleep(99)"
+    other = guarded(code, tmp_path)
     other.stdout.readline()
     with pytest.raises(ConfigError, match=f"{tmp_path} is in use by the process {other.pid}: wait"):
         pf.lock(tmp_path)
@@ -514,19 +489,17 @@ def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
     pf.lock(tmp_path / "data").close()     # whose file .lock is no obstacle
     folder = prepare_bytes(corpus, tmp_path / "data")
     assert f"python train.py --dataset={folder}" in capsys.readouterr().out
-    before = (folder / "meta.json").stat().st_mtime_ns
     corpus.unlink()
     assert prepare_bytes(corpus, folder) == folder
-    assert (folder / "meta.json").stat().st_mtime_ns == before
     assert "is there already (--overwrite=True prepares it anew)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="was prepared with tokenizer=bytes, vocab_size=.*: --"):
         prepare_bytes(corpus, folder, tokenizer="bpe", vocab_size=300)
     with pytest.raises(ConfigError, match="there is no source"):     # and what is there stays
         prepare_bytes(corpus, folder, overwrite=True)
     assert load_meta(folder)["settings"]["tokenizer"] == "bytes"
-    write_jsonl(corpus, [{"text": text + "!"} for text in small_texts()])
+    write_texts(corpus, "abcdefgh")
     prepare_bytes(corpus, folder, overwrite=True)
-    assert all(text.endswith("!") for text in documents_of(folder, "train"))
+    assert set(documents_of(folder, "train")) < set("abcdefgh")
 
 
 def start_preparing(corpus, out, seconds):
@@ -545,16 +518,16 @@ pf.main({settings})
 """, ROOT)
 
 
-@parametrize("signal_name", ["SIGKILL", "SIGINT"])
-def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(signal_name, corpus, tmp_path):
+@parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(number, corpus, tmp_path):
     out, partial = tmp_path / "data", tmp_path / "data.partial"
     process = start_preparing(corpus, out, seconds=0.3)
     while len(list(partial.glob("*.bin"))) < 2:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    process.send_signal(getattr(signal, signal_name))
+    process.send_signal(number)
     error = process.communicate(timeout=60)[1]
-    if signal_name == "SIGINT":
+    if number == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in error and not partial.exists()
     else:
         with pytest.raises(ConfigError, match="left by an interrupted preparation: run prepare_fi"):
@@ -562,7 +535,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(signal_name,
     assert not out.exists()
     again = prepare_bytes(corpus, out, shard_tokens=2000)
     clean = prepare_bytes(corpus, tmp_path / "clean", shard_tokens=2000)
-    assert load_meta(again)["data_id"] == load_meta(clean)["data_id"] and not partial.exists()
+    assert data_id(again) == data_id(clean) and not partial.exists()
 
 
 def test_of_two_preparations_at_once_the_second_waits(corpus, tmp_path):
@@ -634,12 +607,17 @@ def generator(seed=0):
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
-def forward_and_gradients(function, *inputs, seed=2):
+def normal(*shapes, dtype=torch.float64, seed=0):
+    """Tensors of these shapes, the same in every dtype."""
+    g = generator(seed)
+    return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def forward_and_gradients(function, *inputs):
     """[output, gradients...] for a fixed random output gradient, sparse ones dense, all float64."""
     inputs = [t.detach().clone().requires_grad_() for t in inputs]
     y = function(*inputs)
-    grad = torch.randn(y.shape, generator=generator(seed), dtype=torch.float64)
-    y.backward(grad.to(y.dtype))
+    y.backward(*normal(y.shape, dtype=y.dtype, seed=2))
     return [t.detach().to_dense().double() for t in (y, *(t.grad for t in inputs))]
 
 
@@ -691,10 +669,10 @@ def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
     s_row, s_col = (s[some].to(dtype).requires_grad_() for s in scores_of_every_kind(n))
     with Operators() as seen:
         scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
-    assert "nanomem::product_key_search" in seen.names and len(seen.names) == 1
-    assert scores.dtype == torch.float32
-    assert torch.equal(scores, full_grid(s_row.float(), s_col.float(), k))
-    assert torch.equal(scores, s_row.float().gather(1, rows) + s_col.float().gather(1, cols))
+    assert seen.names == {"nanomem::product_key_search"}
+    row, col = s_row.float(), s_col.float()
+    assert torch.equal(scores, full_grid(row, col, k))     # in fp32, too
+    assert torch.equal(scores, row.gather(1, rows) + col.gather(1, cols))
     weights = torch.randn(scores.shape)
     scores.backward(weights)
     for s, picks in ((s_row, rows), (s_col, cols)):
@@ -704,13 +682,10 @@ def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
     assert [t.shape for t in empty] == [(0, k)] * 3
 
 
-def tucker_inputs(P=3, R=2, r=2, n=7, H=2, dtype=torch.float64):
-    g = generator()
-    s_row = torch.randn(P, R, r, n, generator=g, dtype=dtype)
-    s_col = torch.randn(P, R, r, n, generator=g, dtype=dtype)
-    core = torch.rand(H, R, r, r, generator=g, dtype=dtype)
-    U, _, V = torch.linalg.svd(core.sum(0))
-    return s_row, s_col, U[:, :, 0], V[:, 0], core
+def tucker_inputs(dtype=torch.float64):
+    s_row, s_col, core = normal((3, 2, 2, 7), (3, 2, 2, 7), (2, 2, 2, 2))
+    U, _, V = torch.linalg.svd(core.abs().sum(0))
+    return [t.to(dtype) for t in (s_row, s_col, U[:, :, 0], V[:, 0], core.abs())]
 
 
 @parametrize("m_key, m", [(1, 1), (4, 3), (5, 16), (7, 7)])
@@ -718,36 +693,16 @@ def test_kernels_tucker_topk_equals_brute_force(backend, m_key, m):
     s_row, s_col, u, v, core = tucker_inputs()
     i = torch.einsum("rx,prxn->prn", u, s_row).topk(m_key).indices
     j = torch.einsum("rx,prxn->prn", v, s_col).topk(m_key).indices
-    full = torch.einsum("prxi,hrxy,pryj->prijh", s_row, core, s_col)    # all of the n x n grid
-    dtype = torch.float32 if backend == "triton" else torch.float64
-    tolerance = dict(rtol=1e-4, atol=1e-5) if backend == "triton" else dict(rtol=1e-10, atol=1e-12)
-    inputs = [t.to(dtype) for t in (s_row, s_col, u, v, core)]
-    scores, indices = kernels.tucker_topk(*inputs, m_key, m)
-    assert scores.shape == (3, 2, m, 2) and indices.shape == (3, 2, m)
-    for p, r in itertools.product(range(3), range(2)):
-        ours = scores[p, r].double()
-        cells = full[p, r]    # (n, n, H)
-        grid = cells[i[p, r]][:, j[p, r]].sum(-1).flatten()
-        assert_close(ours.sum(-1), grid.topk(m).values, **tolerance)
-        found = cells.flatten(0, 1)[indices[p, r]]
-        assert_close(ours, found, **tolerance)
-        assert len(set(indices[p, r].tolist())) == m
-
-
-def test_kernels_tucker_topk_gradients_and_exact_prefilter_of_a_rank_1_core():
-    s_row, s_col, u, v, core = (t.requires_grad_() for t in tucker_inputs())
-
-    def scores(a, b, c):
-        return kernels.tucker_topk(a, b, u, v, c, 4, 5)[0]
-
-    assert torch.autograd.gradcheck(scores, (s_row, s_col, core))
-    scores(s_row, s_col, core).sum().backward()
-    assert u.grad is None and v.grad is None and core.grad.abs().min() > 0
-    s_row, s_col, u, v = (t.detach().abs() for t in (s_row, s_col, u, v))
-    rank_1 = u[:, :, None] * v[:, None, :]
-    found, _ = kernels.tucker_topk(s_row, s_col, u, v, rank_1[None], 4, 4)
-    grid = torch.einsum("prxi,rxy,pryj->prij", s_row, rank_1, s_col).flatten(2)
-    assert_close(found[..., 0], grid.topk(4).values)
+    cells = (i[..., None] * 7 + j[:, :, None]).flatten(2)    # of the n x n grid, what is left
+    full = torch.einsum("prxi,hrxy,pryj->prijh", s_row, core, s_col).flatten(2, 3)
+    best = full.sum(3).gather(2, cells).topk(m).values
+    dtype, tolerance = torch.float64, dict(rtol=1e-10, atol=1e-12)
+    if backend == "triton":
+        dtype, tolerance = torch.float32, dict(rtol=1e-4, atol=1e-5)
+    scores, indices = kernels.tucker_topk(*tucker_inputs(dtype), m_key, m)
+    assert (indices.sort(2).values.diff(dim=2) > 0).all(), "a cell was picked twice"
+    found = full.take_along_dim(indices[..., None], 2)
+    assert_close((scores.double(), scores.sum(3).double()), (found, best), **tolerance)
 
 
 class Operators(TorchDispatchMode):
@@ -763,13 +718,13 @@ class Operators(TorchDispatchMode):
 
 
 def test_kernels_tucker_scores_are_fp32_whatever_matrix_products_are():
-    s_row, s_col, u, v, core = (t.float().requires_grad_() for t in tucker_inputs())
+    *others, core = (t.requires_grad_() for t in tucker_inputs(torch.float32))
     with Operators() as seen:
-        kernels.tucker_topk(s_row, s_col, u, v, core, 4, 5)[0].sum().backward()
-        kernels.tucker_search_torch(s_row, s_col, u, v, core.sum(0), 4, 5)
+        kernels.tucker_topk(*others, core, 4, 5)[0].sum().backward()
+        kernels.tucker_search_torch(*others, core.sum(0), 4, 5)
     assert {"nanomem::tucker_search", "aten::mul.Tensor"} < seen.names
-    products = "mm bmm addmm baddbmm matmul einsum dot mv".split()
-    assert not seen.names & {f"aten::{name}" for name in products}
+    products = r"aten::(mm|bmm|addmm|baddbmm|matmul|einsum|dot|mv)\b"
+    assert not [name for name in seen.names if re.match(products, name)]
 
 
 def test_kernels_searches_read_strided_scores_where_they_lie(backend):
@@ -793,34 +748,31 @@ def test_kernels_searches_read_strided_scores_where_they_lie(backend):
 # ---------------------------------------------------------------- the sums
 
 # What the three sums must survive, as (N, d, P, k, H, n_blocks). C = 32 positions make a window, so
-# "hot" and "runs" cross several.
-SUMS = {
-    "plain": (20, 6, 10, 3, 1, 1),
-    "k=1": (9, 4, 7, 1, 1, 1),
-    "k=N": (6, 4, 5, 6, 1, 1),
-    "odd d": (7, 3, 9, 4, 1, 1),
-    "P=0": (5, 8, 0, 3, 2, 1),
-    "hot": (1, 4, 60, 4, 1, 1),
-    "runs": (3, 8, 50, 5, 1, 1),
-    "one window": (2, 4, 16, 2, 1, 1),
-    "slices": (9, 6, 7, 4, 3, 1),
-    "blocks": (5, 3, 8, 4, 1, 3),
-    "blocks, slices": (4, 6, 9, 4, 2, 2),
-    "wide": (12, 300, 6, 3, 1, 1),
-    "one row in 38 windows": (4, 3, 300, 4, 1, 1),    # three levels of sums
-}
+# "hot" and "runs" cross several; the last takes three levels of sums.
+SUMS = dict(rows("""
+plain                   20 6 10 3 1 1
+k=1                     9 4 7 1 1 1
+odd d                   7 3 9 4 1 1
+P=0                     5 8 0 3 2 1
+hot                     1 4 60 4 1 1
+runs                    3 8 50 5 1 1
+one window              2 4 16 2 1 1
+slices                  9 6 7 4 3 1
+blocks                  5 3 8 4 1 3
+blocks, slices          4 6 9 4 2 2
+wide                    12 300 6 3 1 1
+one row in 38 windows   4 3 300 4 1 1
+"""))
 
 
 def sum_inputs(case, dtype=torch.float64, int_dtype=torch.int64):
-    N, d, P, k, H, n_blocks = SUMS[case]
+    N, d, P, k, H, n_blocks = map(int, SUMS[case].split())
+    table, weights, x = normal((N, d), (P, k, H), (P, d), dtype=dtype)
     g = generator(1)
-    table = torch.randn(N, d, generator=g, dtype=torch.float64).to(dtype)
-    weights = torch.randn(P, k, H, generator=g, dtype=torch.float64).to(dtype)
-    x = torch.randn(P, d, generator=g, dtype=torch.float64).to(dtype)
     indices = torch.randint(N, (P, k), generator=g)
-    blocks = torch.randint(n_blocks, (P, k), generator=g).to(int_dtype) if n_blocks > 1 else None
-    if case == "k=N":
-        indices = torch.stack([torch.randperm(N, generator=g) for _ in range(P)])
+    blocks = None
+    if n_blocks > 1:
+        blocks = torch.randint(n_blocks, (P, k), generator=g).to(int_dtype)
     if case == "runs":    # that end exactly at a window's edge, and beyond
         indices = torch.tensor([0] * 64 + [1] * 33 + [2] * 153).view(P, k)
     if case == "one row in 38 windows":
@@ -834,11 +786,8 @@ def slow_gather_sum(table, indices, weights, blocks, n_blocks):
     pairs = table[indices] * weights.repeat_interleave(table.shape[1] // H, 2)    # (P, k, d)
     if blocks is None:
         return pairs.sum(1)
-    results = []
-    for e in range(n_blocks):
-        of_block = (blocks == e)[..., None]
-        results.append(pairs.where(of_block, 0).sum(1))
-    return torch.stack(results, 1)
+    of_block = F.one_hot(blocks.long(), n_blocks).to(pairs.dtype)    # (P, k, n_blocks)
+    return of_block.mT @ pairs
 
 
 @parametrize("case", SUMS)
@@ -848,23 +797,17 @@ def test_kernels_sums_equal_float64(backend, case, dtype, relative):
     int_dtype = torch.int32 if dtype == torch.bfloat16 else torch.int64
     table, indices, weights, blocks, n_blocks, x = sum_inputs(case, dtype, int_dtype)
 
-    def slow_sum(t, w):
-        return slow_gather_sum(t, indices, w, blocks, n_blocks)
-
-    def slow_dot(t, x):
-        return (t[indices] * x[:, None]).sum(-1)
-
-    expected_sum = forward_and_gradients(slow_sum, table.double(), weights.double())
-    expected_dot = forward_and_gradients(slow_dot, table.double(), x.double())
+    sums = forward_and_gradients(
+        lambda t, w: slow_gather_sum(t, indices, w, blocks, n_blocks),
+        table.double(), weights.double())
+    dots = forward_and_gradients(
+        lambda t, x: (t[indices] * x[:, None]).sum(-1), table.double(), x.double())
     for sparse in (False, True):
-        def fast_sum(t, w):
-            return kernels.gather_sum(t, indices, w, blocks, n_blocks, sparse)
-
-        def fast_dot(t, x):
-            return kernels.gather_dot(t, indices, x, sparse)
-
-        close(forward_and_gradients(fast_sum, table, weights), expected_sum, relative)
-        close(forward_and_gradients(fast_dot, table, x), expected_dot, relative)
+        close(forward_and_gradients(
+            lambda t, w: kernels.gather_sum(t, indices, w, blocks, n_blocks, sparse),
+            table, weights), sums, relative)
+        close(forward_and_gradients(
+            lambda t, x: kernels.gather_dot(t, indices, x, sparse), table, x), dots, relative)
 
 
 def columns_first(t):
@@ -874,18 +817,15 @@ def columns_first(t):
 
 def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend):
     table, indices, weights, _, _, x = sum_inputs("slices", torch.float32)
-    blocks = indices % 3
-    strided = [columns_first(t) for t in (table, indices, weights, blocks, x)]
-    assert not strided[1].is_contiguous() and not strided[2].is_contiguous()
-    fast = kernels.gather_sum(*strided[:4], 3)
-    slow = slow_gather_sum(table, indices, weights, blocks, 3)
-    assert_close(fast, slow, rtol=1e-5, atol=1e-6)
-    ours = forward_and_gradients(lambda t, w: kernels.gather_sum(t, strided[1], w), *strided[:3:2])
-    slow = forward_and_gradients(
-        lambda t, w: slow_gather_sum(t, indices, w, None, 1), table, weights)
-    close(ours, slow, 2e-6)
-    dots = kernels.gather_dot(strided[0], strided[1], strided[4])
-    assert_close(dots, kernels.gather_dot(table, indices, x))
+
+    def run(change):
+        t, i, w, b, y = (change(t) for t in (table, indices, weights, indices % 3, x))
+        yield from forward_and_gradients(lambda t, w: kernels.gather_sum(t, i, w, b, 3), t, w)
+        yield from forward_and_gradients(lambda t, w: kernels.gather_sum(t, i, w), t, w)
+        yield from forward_and_gradients(lambda t, y: kernels.gather_dot(t, i, y), t, y)
+
+    assert not columns_first(indices).is_contiguous()
+    close([*run(columns_first)], [*run(torch.clone)], 2e-6)
     y = kernels.gather_sum(table.bfloat16(), indices, weights)    # fp32 like its weights
     slow = slow_gather_sum(table.bfloat16().float(), indices, weights, None, 1)
     assert_close(y, slow, rtol=1e-5, atol=1e-6)
@@ -902,8 +842,7 @@ def test_kernels_table_gradient_is_bitwise_reproducible(backend, sparse):
         results.append(forward_and_gradients(
             lambda t, w: kernels.gather_sum(t, indices, w, sparse_grad=sparse, order=order),
             table, weights))
-    for first, second, shared in zip(*results):
-        assert torch.equal(first, second) and torch.equal(first, shared)
+    assert_close(results[1:], [results[0]] * 2, rtol=0, atol=0)
 
 
 def test_kernels_a_gradient_that_is_no_number_reaches_its_own_rows_alone(backend):
@@ -919,93 +858,48 @@ def test_kernels_a_gradient_that_is_no_number_reaches_its_own_rows_alone(backend
 
 # ---------------------------------------------------------------- MoVE's bank
 
-def mix_inputs(dtype=torch.float64, T=9, H=2, d_h=5, M=3, U=4, gate_v=True):
-    g = generator()
-    v = torch.randn(T, H, d_h, generator=g, dtype=torch.float64).to(dtype)
-    rows = torch.randn(U, M, H, d_h, generator=g, dtype=torch.float64).to(dtype)
-    gate = torch.randn(T, H, M + int(gate_v), generator=g, dtype=torch.float64).to(dtype)
-    inverse = torch.randint(U - 1, (T,), generator=g)    # the last row is padding: never used
-    return v, rows, inverse, gate
-
-
-def slow_mix(v, rows, inverse, gate, gate_v=True):
-    mixed = torch.einsum("tmhd,thm->thd", rows[inverse], gate[..., int(gate_v):])
-    return mixed + (v * gate[..., :1] if gate_v else v)
-
-
-@parametrize("gate_v", [True, False])
+@parametrize("gate_v", [1, 0])
 @parametrize("T", [12, 0])    # 36 hits: more than a window
 def test_kernels_mix_values_is_move_eq_4(backend, gate_v, T):
-    v, rows, inverse, gate = mix_inputs(torch.float32, T=T, gate_v=gate_v)
+    v, rows, gate = normal((T, 2, 5), (4, 3, 2, 5), (T, 2, 3 + gate_v), dtype=torch.float32)
+    inverse = torch.arange(T) % 3    # the last row is padding: never used
     order = kernels.mix_order(inverse, 3)
-    exact = forward_and_gradients(lambda v, r, g: slow_mix(v, r, inverse, g, gate_v),
-                                  v.double(), rows.double(), gate.double())
+
+    def slow(v, rows, gate):
+        mixed = torch.einsum("tmhd,thm->thd", rows[inverse], gate[..., gate_v:])
+        return mixed + (v * gate[..., :1] if gate_v else v)
 
     def mix(v, rows, gate):
-        return kernels.mix_values(v[:T, :, :5], rows, inverse, gate, gate_v, order)
+        return kernels.mix_values(v[:T, :, :5], rows, inverse, gate, bool(gate_v), order)
 
-    close(forward_and_gradients(mix, v, rows, gate), exact, 2e-6)
-    y, d_v, d_rows, d_gate = forward_and_gradients(mix, v, rows.flatten(2), gate)
-    close([y, d_v, d_rows.view(rows.shape), d_gate], exact, 2e-6)
-    wide = torch.cat((v, v), 2)    # V as a slice of a wider projection
-    y, _, *others = forward_and_gradients(mix, wide, rows, gate)
-    close([y, *others], exact[:1] + exact[2:], 2e-6)
+    exact = forward_and_gradients(slow, v.double(), rows.double(), gate.double())
+    wide = torch.cat((v, v), 2)    # V as a slice of a wider projection, rows as in the bank
+    y, d_wide, d_rows, d_gate = forward_and_gradients(mix, wide, rows.flatten(2), gate)
+    close([y, d_wide[..., :5], d_rows.view(rows.shape), d_gate], exact, 2e-6)
     half = forward_and_gradients(mix, v.bfloat16(), rows, gate)
     close(half, exact, 1e-2)    # as under autocast: V in bf16, the rest in fp32
-    inputs = [t.double().requires_grad_() for t in (v, rows, gate)]
-    assert torch.autograd.gradcheck(mix, inputs)
-
-
-def test_kernels_bank_gradient_sums_over_layers_and_reaches_the_table_once():
-    v, _, _, gate = mix_inputs(torch.float32)
-    tokens = torch.tensor([7, 3, 3, 9, 0, 7, 7, 3, 11])
-    bank = torch.randn(20, 3, 2, 5, generator=generator(3))
-
-    def two_layers(bank, sparse):
-        rows, inverse = tokens.unique(return_inverse=True)
-        bank_rows = kernels.gather_rows(bank, rows, sparse)
-        first = kernels.mix_values(v, bank_rows, inverse, gate)
-        return kernels.mix_values(first, bank_rows, inverse, gate.flip(0))
-
-    expected = forward_and_gradients(
-        lambda b: slow_mix(slow_mix(v, b, tokens, gate), b, tokens, gate.flip(0)), bank)
-    for sparse in (False, True):
-        close(forward_and_gradients(lambda b: two_layers(b, sparse), bank), expected, 2e-6)
-    bank.requires_grad_()
-    two_layers(bank, True).sum().backward()
-    assert bank.grad.coalesce().indices()[0].tolist() == [0, 3, 7, 9, 11]
 
 
 # ---------------------------------------------------------------- the head
 
-def head_inputs(dtype=torch.float64, tokens=11, V=9, d=4):
-    g = generator()
-    x = torch.randn(2, tokens, d, generator=g, dtype=torch.float64).to(dtype)
-    weight = torch.randn(V, d, generator=g, dtype=torch.float64).to(dtype)
-    targets = torch.randint(-1, V, (2, tokens), generator=g)
-    assert (targets < 0).any() and (targets == V - 1).any()
+def head_inputs(dtype=torch.float64):
+    x, weight = normal((2, 11, 4), (9, 4), dtype=dtype)
+    targets = torch.arange(22).view(2, 11) % 10 - 1
     return x, weight, targets
 
 
 def slow_cross_entropy(x, weight, targets, softcap=0.0):
-    """The definition, token by token."""
-    losses = []
-    for hidden, target in zip(x.flatten(0, 1), targets.flatten()):
-        z = weight @ hidden
-        if softcap:
-            z = softcap * torch.tanh(z / softcap)
-        if target >= 0:
-            losses.append(z.exp().sum().log() - z[target])
-    return torch.stack(losses).mean()
-
-
-@pytest.fixture
-def small_slices(monkeypatch):
-    monkeypatch.setattr(kernels, "SLICE", 40)    # several slices in a chunk
+    z = F.linear(x, weight).flatten(0, -2)
+    if x.dtype != torch.float64:
+        z = z.float()
+    if softcap:
+        z = softcap * torch.tanh(z / softcap)
+    return F.cross_entropy(z, targets.flatten(), ignore_index=-1)
 
 
 @parametrize("softcap", [0.0, 2.0])
-def test_kernels_linear_cross_entropy_equals_the_definition(backend, small_slices, softcap):
+def test_kernels_linear_cross_entropy_equals_the_definition(backend, softcap, monkeypatch):
+    monkeypatch.setattr(kernels, "SLICE", 40)    # several slices in a chunk
     x, weight, targets = head_inputs()
 
     def slow(x, weight):
@@ -1019,52 +913,37 @@ def test_kernels_linear_cross_entropy_equals_the_definition(backend, small_slice
         close(forward_and_gradients(fast, x.to(dtype), weight.to(dtype)), expected, relative)
     padded = torch.cat((weight, torch.full((3, 4), math.nan)))
     loss, d_x, d_padded = forward_and_gradients(fast, x, padded)
-    close([loss, d_x, d_padded[:9]], expected, 1e-12)
-    assert (d_padded[9:] == 0).all()
-    assert torch.autograd.gradcheck(fast, (x.requires_grad_(), weight.requires_grad_()))
+    close([loss, d_x, *d_padded.split((9, 3))], [*expected, torch.zeros(3, 4)], 1e-12)
 
 
 def test_kernels_linear_cross_entropy_without_targets_or_tokens_is_0(backend):
-    x, weight, targets = head_inputs(torch.float32)
+    x, weight, _ = head_inputs(torch.float32)
     for tokens in (11, 0):
-        none = torch.full_like(targets[:, :tokens], -1)
+        none = torch.full((2, tokens), -1)
         ours = forward_and_gradients(
             lambda x, w: kernels.linear_cross_entropy(x[:, :tokens], w, none), x, weight)
-        assert all((t == 0).all() for t in ours)
+        assert not any(t.any() for t in ours)
 
 
 def test_kernels_linear_cross_entropy_makes_only_the_gradients_that_are_wanted(monkeypatch):
     x, weight, targets = head_inputs(torch.float32)
     expected = forward_and_gradients(lambda x, w: slow_cross_entropy(x, w, targets), x, weight)
-    asked = []
-    turn = kernels.cross_entropy_torch
-
-    def watched(z, target, softcap, gradient):
-        asked.append(gradient)
-        return turn(z, target, softcap, gradient)
-
+    watched = Mock(wraps=kernels.cross_entropy_torch)
     monkeypatch.setattr(kernels, "cross_entropy_torch", watched)
     loss = kernels.linear_cross_entropy
     close(forward_and_gradients(lambda x: loss(x, weight, targets), x), expected[:2], 1e-6)
     close(forward_and_gradients(lambda w: loss(x, w, targets), weight), expected[::2], 1e-6)
     with torch.no_grad():
         loss(x.requires_grad_(), weight, targets)
-    assert asked == [True, True, False]
+    assert [call.args[-1] for call in watched.call_args_list] == [True, True, False]
 
 
 def test_kernels_linear_cross_entropy_under_autocast_equals_the_two_ops(backend):
     x, weight, targets = head_inputs(torch.float32)
-
-    def two_ops(x, w):
-        logits = F.linear(x, w).float().flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
-
-    def one_op(x, w):
-        return kernels.linear_cross_entropy(x, w, targets)
-
     with torch.autocast(DEVICE, torch.bfloat16):
-        expected = forward_and_gradients(two_ops, x, weight)
-        ours = forward_and_gradients(one_op, x, weight)
+        expected, ours = (
+            forward_and_gradients(lambda x, w: loss(x, w, targets), x, weight)
+            for loss in (slow_cross_entropy, kernels.linear_cross_entropy))
     close(ours[:1], expected[:1], 1e-6)    # the same products in bf16
     close(ours[1:], expected[1:], 1e-2)
 
@@ -1076,7 +955,7 @@ class LargestAllocation(TorchDispatchMode):
 
     def __init__(self, own):
         super().__init__()
-        self.own = {t.untyped_storage().data_ptr() for t in own}
+        self.own = {t.untyped_storage().data_ptr() for t in own if isinstance(t, torch.Tensor)}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -1091,18 +970,13 @@ class LargestAllocation(TorchDispatchMode):
 @parametrize("dtype, relative", [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 @parametrize("tokens, V", [(600, 10_000), (512, 50_304)])    # chunks of 256 tokens
 def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V, dtype, relative):
-    x = torch.randn(tokens, 2).to(dtype)
-    weight = torch.randn(V, 2).to(dtype)
+    x, weight = normal((tokens, 2), (V, 2), dtype=dtype)
     targets = torch.randint(V, (tokens,))
-
-    def two_ops(x, w):
-        return F.cross_entropy(F.linear(x, w), targets)
-
-    def one_op(x, w):
-        return kernels.linear_cross_entropy(x, w, targets)
-
-    exact = forward_and_gradients(two_ops, x.double(), weight.double())
-    close(forward_and_gradients(one_op, x, weight), exact, relative)
+    exact = forward_and_gradients(
+        lambda x, w: slow_cross_entropy(x, w, targets), x.double(), weight.double())
+    ours = forward_and_gradients(
+        lambda x, w: kernels.linear_cross_entropy(x, w, targets), x, weight)
+    close(ours, exact, relative)
     body = kernels.linear_cross_entropy_op._init_fn    # the mode sees no further than an operator
     with LargestAllocation([]) as seen:
         body(x, weight, targets, 0.0, dtype, True, True)
@@ -1111,23 +985,21 @@ def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V,
 
 # ---------------------------------------------------------------- row-sparse training
 
-def train_sparse(N, steps=3, micro_batches=2):
+def train_sparse(N):
     """A small memory layer trained with LazyAdam: micro-batches, clipping, a shared table.
     -> table, largest temporary of the last step."""
-    g = generator()
-    table = torch.nn.Parameter(torch.randn(40, 8, generator=g).repeat(N // 40, 1))
+    start, = normal((40, 8), dtype=torch.float32)
+    table = torch.nn.Parameter(start.repeat(N // 40, 1))
     kernels.keep_coalesced(table)
     optimizer = kernels.LazyAdam([table], lr=0.01)
-    for step in range(steps):
-        state = optimizer.state[table].values() if step else ()
-        with LargestAllocation([table, *(s for s in state if isinstance(s, torch.Tensor))]) as seen:
-            for _ in range(micro_batches):
-                indices = torch.randint(40, (6, 4), generator=g)
-                weights = torch.randn(6, 4, generator=g)
-                x = torch.randn(6, 8, generator=g)
-                scores = weights * kernels.gather_dot(table, indices, x, sparse_grad=True)
-                y = kernels.gather_sum(table, indices, scores, sparse_grad=True)
-                (y - x).square().mean().backward()
+    for step in range(3):
+        weights, x = normal((2, 6, 4), (2, 6, 8), dtype=torch.float32, seed=step)
+        indices = torch.randint(40, (2, 6, 4), generator=generator(step))
+        with LargestAllocation([table, *optimizer.state[table].values()]) as seen:
+            for i, w, micro_batch in zip(indices, weights, x):
+                scores = w * kernels.gather_dot(table, i, micro_batch, sparse_grad=True)
+                y = kernels.gather_sum(table, i, scores, sparse_grad=True)
+                (y - micro_batch).square().mean().backward()
             assert table.grad.is_coalesced() and len(table.grad.values()) <= 40
             kernels.clip_grads([table], 1.0)
             optimizer.step()
@@ -1139,9 +1011,8 @@ def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backen
     small, _ = train_sparse(N=40)
     table, largest = train_sparse(N=40_000)
     assert torch.equal(table[:40], small) and largest < 4000    # against 320,000 in the table
-    before = torch.randn(40, 8, generator=generator())
-    assert not torch.equal(table[:40], before)
-    assert torch.equal(table[40:80], before), "only touched rows move"
+    assert not torch.equal(table[:40], table[40:80])
+    assert torch.equal(table[40:80], *normal((40, 8), dtype=torch.float32)), "not touched"
 
 
 # At width 64 a chunk is 4,096 rows, of about 6,000 that are touched.
@@ -1152,49 +1023,39 @@ def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backen
 def test_kernels_lazy_adam_equals_torchs_sparse_adam(path, shape, monkeypatch):
     monkeypatch.setattr(kernels, "BACKEND", path)
     touched = shape[0] * 4 // 5
-    start = torch.randn(shape, generator=generator())
+    start, *gradients = normal(*[shape] * 7, dtype=torch.float32)
+    rows = torch.randint(touched, (6, 1, shape[0]))    # some repeat
     results = []
     for optimizer in (torch.optim.SparseAdam, kernels.LazyAdam):
-        g = generator(1)
         p = torch.nn.Parameter(start.clone())
-        o = optimizer([dict(params=[p], lr=0.1)], betas=(0.8, 0.95), eps=1e-3)
-        for n in range(6):
-            rows = torch.randint(touched, (shape[0],), generator=g)    # some repeat
-            values = torch.randn(shape, generator=g)
-            p.grad = torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)
+        o = optimizer([p], lr=0.1, betas=(0.8, 0.95), eps=1e-3)
+        for n, values in enumerate(gradients):
+            p.grad = torch.sparse_coo_tensor(rows[n], values, shape, check_invariants=False)
             o.param_groups[0]["lr"] = 0.1 / (1 + n)
             o.step()
-        results.append((p.detach(), o.state[p]["exp_avg"], o.state[p]["exp_avg_sq"]))
-    for theirs, ours in zip(*results):
-        assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert torch.equal(results[1][0][touched:], start[touched:])
+        results.append(dict(o.state[p], p=p.detach()))
+    theirs, ours = results
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours["p"][touched:], start[touched:])
 
 
 def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
-    table, indices, weights, *_ = sum_inputs("plain", torch.float32)
-    p = torch.nn.Parameter(table.clone())
-    q = torch.nn.Parameter(table.clone())
+    p = torch.nn.Parameter(torch.randn(20, 6))
     kernels.keep_coalesced(p)
-    for micro_batch in range(3):
-        kernels.gather_sum(p, indices, weights, sparse_grad=True).square().sum().backward()
-        kernels.gather_sum(q, indices, weights).square().sum().backward()
-        assert p.grad.is_coalesced() and p.grad.indices()[0].tolist() == indices.unique().tolist()
-        assert_close(p.grad.to_dense(), q.grad)
-    for rows in ([5, 2, 5], [2, 5, 5]):    # an embedding leaves equal rows
+    for rows in ([2, 5], [5, 2, 5], [2, 5, 5]):    # an embedding leaves equal rows
+        rows, values = torch.tensor(rows), torch.randn(len(rows), 6)
         p.grad = None
-        F.embedding(torch.tensor(rows), p, sparse=True).sum().backward()
-        assert p.grad._indices()[0].tolist() == [2, 5]
-        assert p.grad._values()[:, 0].tolist() == [rows.count(2), rows.count(5)]
+        for micro_batch in (1, 2):
+            F.embedding(rows, p, sparse=True).backward(values)
+            assert p.grad.is_coalesced() and p.grad.indices().tolist() == [[2, 5]]
+            wanted = torch.zeros(20, 6).index_add(0, rows, micro_batch * values)
+            assert_close(p.grad.to_dense(), wanted)
 
 
 def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
-    def sparse(*rows):
-        return kernels.coalesced(torch.tensor(rows), torch.randn(len(rows), 3), (6, 3))
-
-    ours = sparse(1, 2, 5)
-    theirs = sparse(2)
-    padded = torch.cat((theirs._values(), torch.zeros(2, 3)))    # to the longest, three rows
-    answers = iter([torch.tensor([1]), torch.tensor([2, 0, 0]), padded])
+    ours = kernels.coalesced(torch.tensor([1, 2, 5]), torch.ones(3, 1), (6, 1))
+    # Theirs is 4 in row 2, padded to the longest, three rows.
+    answers = iter(map(torch.tensor, ([1], [2, 0, 0], [[4], [0], [0]])))
 
     def all_gather(everyone, t):
         everyone[0].copy_(t)
@@ -1203,19 +1064,17 @@ def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     mean = kernels.average_sparse(ours)
-    assert mean.is_coalesced() and mean._indices().tolist() == [[1, 2, 5]]
-    assert_close(mean.to_dense(), (ours.to_dense() + theirs.to_dense()) / 2)
+    assert mean.is_coalesced() and mean.indices().tolist() == [[1, 2, 5]]
+    assert mean.values().tolist() == [[0.5], [2.5], [0.5]]
 
 
 # ---------------------------------------------------------------- operators, dispatch, compilation
 
 def test_kernels_are_tested_on_a_gpu_too_where_there_is_one(monkeypatch):
     assert torch.ones(1).device.type == generator().device.type == DEVICE
-    added = []
-    for gpu in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        added.append([environment for _, environment in runs_beside([])])
-    assert added == [[{}, {}], [{}, {}, dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")]]
+    for there in ([], [dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")]):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        assert [environment for _, environment in runs_beside([])] == [{}, {}, *there]
 
 
 @parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
@@ -1229,25 +1088,22 @@ def test_kernels_are_launched_on_the_gpu_that_was_asked_for(name, current, monke
 def operator_calls():
     table, indices, weights, blocks, n_blocks, x = sum_inputs("blocks, slices", torch.float32)
     order = kernels.sort_indices(indices)
-    grad = torch.randn(len(x) * n_blocks, 6)
-    table.requires_grad_()
-    weights.requires_grad_()
-    s = torch.randn(4, 6)
-    picks = torch.randint(6, (4, 3))
-    t_row, t_col, u, v, core = (t.contiguous() for t in tucker_inputs(dtype=torch.float32))
-    dense = (grad, indices, weights.detach(), blocks, n_blocks, order, 4, torch.float32)
+    grad, s = normal((len(x) * n_blocks, 6), (len(x), 6), dtype=torch.float32)
+    *tucker, core = (t.contiguous() for t in tucker_inputs(torch.float32))
     targets = torch.arange(len(x)) % 5 - 1
-    head = (x.requires_grad_(), table, targets, 3.0, torch.bfloat16, True, True)
-    yield kernels.product_key_search, (s.requires_grad_(), s.flip(1), 3)
-    yield kernels.tucker_search, (t_row, t_col, u, v, core.sum(0), 4, 3)
-    yield kernels.scatter_scores, (torch.randn(4, 3), picks, 6)
-    yield kernels.pick, (s, picks)
+    sums = indices, weights, blocks, n_blocks, order
+    yield kernels.scatter_scores, (s[:, :4], indices, 6)
+    yield kernels.row_sums_dense, (grad, *sums, 4, torch.float32)
+    for t in (table, weights, x, grad, s):
+        t.requires_grad_()
+    yield kernels.product_key_search, (s, s.flip(1), 3)
+    yield kernels.tucker_search, (*tucker, core.sum(0), 4, 3)
+    yield kernels.pick, (s, indices)
     yield kernels.gather_rows_op, (table, torch.tensor([0, 2]), False)
-    yield kernels.row_sums_dense, dense
-    yield kernels.gather_sum_op, (table, indices, weights, blocks, n_blocks, order, False)
-    grad.requires_grad_()
+    yield kernels.gather_sum_op, (table, *sums, False)
     yield kernels.gather_dot_op, (table, indices, grad, blocks, n_blocks, 2, None, False)
-    yield kernels.linear_cross_entropy_op, head
+    yield kernels.linear_cross_entropy_op, (
+        x, table, targets, 3.0, torch.bfloat16, True, True)
 
 
 @no_triton
@@ -1262,20 +1118,15 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
         yield
         guarded.pop()
 
-    class Kernel:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, grid):
-            return self.launch
-
-        def launch(self, first, *args, **options):
-            assert guarded[-1] is first
-            launched.add(self.name)
+    def launch(name, first, *args, **options):
+        assert guarded[-1] is first
+        launched.add(name)
 
     names = {name for name in vars(kernels) if name.endswith("_kernel")}
     for name in names:
-        monkeypatch.setattr(kernels, name, Kernel(name))
+        kernel = MagicMock()
+        kernel.__getitem__.return_value = functools.partial(launch, name)
+        monkeypatch.setattr(kernels, name, kernel)
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     for op, args in operator_calls():
         with torch.no_grad():
@@ -1311,65 +1162,54 @@ def every_operation(table, s, x, v, gate, core):
 
 
 @parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=slow)])
-def test_kernels_compile_without_a_graph_break(backend, compiler):
-    g = generator()
-    shapes = ((25, 8), (6, 5), (6, 8), (6, 2, 4), (6, 2, 2), (2, 1, 2, 2))
-    inputs = [torch.randn(shape, generator=g) for shape in shapes]
-    expected = forward_and_gradients(every_operation, *inputs)
+def test_kernels_compile_without_a_graph_break_and_twice_for_varying_queries(backend, compiler):
     torch._dynamo.reset()
-    compiled = torch.compile(every_operation, fullgraph=True, backend=compiler)
-    close(forward_and_gradients(compiled, *inputs), expected, 2e-6)
-
-
-def test_kernels_a_varying_number_of_queries_compiles_twice():
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
     compiled = torch.compile(every_operation, fullgraph=True, backend=counter)
-    for P in (6, 7, 9, 10, 12):    # as constants, then with a symbol for P
+    sizes = (6,) if backend == "triton" else (6, 7, 9, 12)    # a constant, then a symbol for P
+    for P in sizes:
         shapes = ((25, 8), (P, 5), (P, 8), (P, 2, 4), (P, 2, 2), (2, 1, 2, 2))
-        inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-        compiled(*inputs).backward()
-    assert counter.frame_count == 2
+        inputs = normal(*shapes, dtype=torch.float32)
+        expected = forward_and_gradients(every_operation, *inputs)
+        close(forward_and_gradients(compiled, *inputs), expected, 2e-6)
+    assert counter.frame_count == min(len(sizes), 2)
 
 
 def test_kernels_row_sparse_gradients_are_one_graph_break():
     torch._dynamo.reset()
     table, indices, weights, *_ = sum_inputs("plain", torch.float32)
-    graphs = []
+    counter = torch._dynamo.testing.CompileCounter()
 
     def layer(table, weights):
         return kernels.gather_sum(table, indices, weights.tanh(), sparse_grad=True).tanh()
 
-    def keep_graph(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(layer, backend=keep_graph)
+    compiled = torch.compile(layer, backend=counter)
     expected = forward_and_gradients(layer, table, weights)
     close(forward_and_gradients(compiled, table, weights), expected, 1e-6)
-    assert len(graphs) == 2    # before the operation and after it
+    assert counter.frame_count == 2    # before the operation and after it
 
 
-BAD_CALLS = [    # with t (20, 6), i (10, 3), w (10, 3, 1), x (10, 6)
-    ("gather_sum(t[0], i, w)", "table must be .N, d. float"),
-    ("gather_sum(t, i.float(), w)", "indices must be .* int32 or int64"),
-    ("gather_sum(t, i[0], w)", "indices must be .P, k."),
-    ("gather_sum(t, i, w[:, :2])", "weights must be .10, 3, H."),
-    ("gather_sum(t, i, w.expand(-1, -1, 4))", "H = 4 does not divide d = 6"),
-    ("gather_sum(t, i, w, i[:2], 2)", "blocks must be .10, 3."),
-    ("gather_sum(t, i, w, None, 2)", "n_blocks goes with blocks"),
-    ("gather_sum(t, i, w, order=i)", "order must be .30."),
-    ("gather_dot(t, i, x[:, :3])", "x must be .10, 6."),
-    ("product_key_topk(x, x[:3], 2)", "s_col must be .10, 6."),
-    ("product_key_topk(x, x, 37)", "k must lie in"),
-    ("tucker_topk(*scores, 8, 2)", "m_key must lie in"),
-    ("tucker_topk(*scores, 2, 5)", "m in .1, m_key"),
-    ("tucker_topk(*scores[:2], x, x, x, 2, 2)", "u must be .2, 2."),
-    ("gather_rows(t, i)", "rows must be .U."),
-    ("mix_values(x[:, None], t[:, None, None], i[:, 0], w)", "gate must be"),
-    ("mix_values(x[:, None], t[:, None, :5], i[:, 0], w.mT)", "bank_rows must be"),
-    ("mix_values(x[:, None], t[:, None].expand(-1, 2, -1), i, w.mT)", "inverse must be"),
-]
+# With t (20, 6), i (10, 3), w (10, 3, 1), x (10, 6).
+BAD_CALLS = rows("""
+gather_sum(t[0], i, w)                                           table must be .N, d. float
+gather_sum(t, i.float(), w)                                      indices must be .* int32 or int64
+gather_sum(t, i[0], w)                                           indices must be .P, k.
+gather_sum(t, i, w[:, :2])                                       weights must be .10, 3, H.
+gather_sum(t, i, w.expand(-1, -1, 4))                            H = 4 does not divide d = 6
+gather_sum(t, i, w, i[:2], 2)                                    blocks must be .10, 3.
+gather_sum(t, i, w, None, 2)                                     n_blocks goes with blocks
+gather_sum(t, i, w, order=i)                                     order must be .30.
+gather_dot(t, i, x[:, :3])                                       x must be .10, 6.
+product_key_topk(x, x[:3], 2)                                    s_col must be .10, 6.
+product_key_topk(x, x, 37)                                       k must lie in
+tucker_topk(*scores, 8, 2)                                       m_key must lie in
+tucker_topk(*scores, 2, 5)                                       m in .1, m_key
+tucker_topk(*scores[:2], x, x, x, 2, 2)                          u must be .2, 2.
+gather_rows(t, i)                                                rows must be .U.
+mix_values(x[:, None], t[:, None, None], i[:, 0], w)             gate must be
+mix_values(x[:, None], t[:, None, :5], i[:, 0], w.mT)            bank_rows must be
+mix_values(x[:, None], t[:, None].expand(-1, 2, -1), i, w.mT)    inverse must be
+""")
 
 
 @parametrize("call, message", BAD_CALLS)
@@ -1400,11 +1240,9 @@ def test_kernels_dispatch_rule(monkeypatch):
     monkeypatch.setattr(kernels, "BACKEND", "triton")
     assert kernels.use_triton(t, None)
     assert not kernels.use_triton(t, t.double())    # fp64 is the reference's
-    for name, value in (("TRITON_INTERPRET", "0"), ("triton", None), ("BACKEND", "cuda")):
-        if name == "TRITON_INTERPRET":
-            monkeypatch.setenv(name, value)
-        else:
-            monkeypatch.setattr(kernels, name, value)
+    for space, name, value in ((os.environ, "TRITON_INTERPRET", "0"),
+                               (vars(kernels), "triton", None), (vars(kernels), "BACKEND", "cuda")):
+        monkeypatch.setitem(space, name, value)
         with pytest.raises(ValueError, match="NANOMEM_KERNELS"):
             kernels.use_triton(t)
 
@@ -1471,47 +1309,31 @@ def test_kernels_compile_for_hopper_without_a_gpu_and_without_atomics():
 
 # ---------------------------------------------------------------- training on a CPU
 
-def test_cpu_operations_equal_torch_and_their_gradients(monkeypatch):
-    x, y = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    a, b = torch.randn(2, dtype=torch.float64)
-    inputs = [t.clone().requires_grad_() for t in (a, x, b, y)]
-    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
-    cases = [
-        (kernels.rms_norm, lambda x: F.rms_norm(x, (8,)), inputs[1:2]),
-        (lambda x, w: kernels.rms_norm(x, w, 0.1), lambda x, w: F.rms_norm(x, (8,), w, 0.1),
-         [inputs[1], weight]),
-        (kernels.relu_squared, lambda x: F.relu(x).square(), inputs[1:2]),
-        (kernels.scaled_sum, lambda a, x, b, y: a * x + b * y, inputs),
-    ]
-    for ours, theirs, arguments in cases:
-        assert_close(ours(*arguments), theirs(*arguments))
-        assert torch.autograd.gradcheck(ours, arguments)
-    assert (kernels.rms_norm(torch.zeros(2, 8)) == 0).all()
+def test_nothing_normalised_is_nothing():
+    assert not kernels.rms_norm(torch.zeros(2, 8)).any()
 
 
 @parametrize("kv_heads", [1, 2, 4])
 @parametrize("T", [1, 8, 11])
 def test_attention_in_blocks_is_causal_attention(T, kv_heads):
-    q, k, v = (torch.randn(2, heads, T, 6, dtype=torch.float64, requires_grad=True)
-               for heads in (4, kv_heads, kv_heads))
+    heads = normal((2, 4, T, 6), (2, kv_heads, T, 6), (2, kv_heads, T, 6))
     document = torch.rand(2, 1, T).cumsum(2).long()
     same = (document[..., None] == document[:, :, None]).tril()
+    torchs = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
     for mask in (None, same):
-        want = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        got = kernels.attend_in_blocks(q, k, v, mask, rows=4)
-        assert_close(got, want)
-        g = torch.randn_like(want)
-        for ours, theirs in zip(*(torch.autograd.grad(y, (q, k, v), g) for y in (got, want))):
-            assert_close(ours, theirs)
+        expected = forward_and_gradients(
+            lambda *qkv: torchs(*qkv, attn_mask=mask, is_causal=mask is None), *heads)
+        ours = forward_and_gradients(
+            lambda *qkv: kernels.attend_in_blocks(*qkv, mask, rows=4), *heads)
+        close(ours, expected, 1e-12)
 
 
 def test_attention_in_bfloat16_is_as_exact_as_torchs():
-    q, k, v = (torch.randn(2, 150, 4, 16, requires_grad=True) for _ in range(3))
-    want = kernels.attend(q, k, v)
-    bf16 = [t.bfloat16() for t in (q, k, v)]
-    ours = kernels.attend(*bf16) - want
-    torchs = kernels.attend(*(t.detach() for t in bf16)) - want        # it learns nothing
+    qkv = torch.randn(3, 2, 150, 4, 16)
+    want = kernels.attend(*qkv)
+    bf16 = qkv.bfloat16()
+    torchs = kernels.attend(*bf16) - want                              # it learns nothing
+    ours = kernels.attend(*bf16.requires_grad_()) - want
     assert not torch.equal(ours, torchs) and ours.norm() < 2 * torchs.norm()
 
 
@@ -1521,8 +1343,6 @@ def test_newton_schulz_is_torchs(shape, monkeypatch):
     coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
     G = torch.randn(shape)
     X = kernels.newton_schulz_fp32(G, coefficients, 5, 1e-7)
-    singular = torch.linalg.svdvals(X)
-    assert X.shape == shape and 0.4 < singular.min() and singular.max() < 1.3
     # Its singular vectors are G's: five steps of one odd polynomial on the singular values.
     U, S, V = torch.linalg.svd(G.double(), full_matrices=False)
     S = S / S.norm()
@@ -1540,49 +1360,72 @@ def test_newton_schulz_is_torchs(shape, monkeypatch):
 @parametrize("seconds, wanted", [((4, 1), 4), ((1, 2), 0.5)])
 def test_bf16_speedup_takes_the_best_of_turns(seconds, wanted, monkeypatch):
     slow = [100.0] * 4 + [1.0] * 10                            # what others do to the first turns
-    now, ticks = 0.0, []
+    ticks = []
     for n, factor in enumerate(slow):
-        ticks += [now, now + factor * seconds[n % 2]]
-        now = ticks[-1]
+        ticks += [0.0, factor * seconds[n % 2]]                # start and end
     monkeypatch.setattr(kernels.time, "perf_counter", iter(ticks).__next__)
     assert kernels.bf16_speedup.__wrapped__() == approx(wanted)
 
 
 # ================================================================ every model: the generic block
 
-VARIANTS = {                                                   # each file's main switches
-    "move": [
-        "", "memory=none", "memory=lave", "n_kv_head=1", "memory=lave memory_scale=2 gate_v=1",
-        "memory_scale=2 gate_v=0", "attention=mla", "attention=mla memory=lave",
-        "sparse_memory=True", "attention=mla memory=none n_kv_head=1",
-    ],
-    "lime": [
-        "", "router=none", "router=average", "router=last-2", "router=first-1", "router=dilated-2",
-        "router=no-head-mix", "router=per-dim", "router=dynamic", "n_kv_head=1 tied=False",
-        "baseline=denseformer", "baseline=hyper",
-    ],
-    "ultramem": [
-        "", "memory=none", "n_keys=12 top_k=4 share=ring:2 sparse_memory=True",
-        "n_keys=12 top_k=4 heads=2 rank_queries=0 pre_value_dim=0",
-        "n_keys=12 top_k=4 memory_layers=0,2 virtual=4 tied=False",
-        "memory=ultramem n_keys=12 top_k=4 memory_layers=0:1/1:2",
-        "memory=ultramem n_keys=12 top_k=4 memory_layers=all share=noring:2",
-        "memory=pkm n_keys=12 top_k=4", "memory=memory+ n_keys=12 top_k=4 sparse_memory=True",
-        "memory=peer n_keys=12 heads=1 top_k=2", "memory=moe n_keys=6 top_k=2",
-    ],
-    "midus": [
-        "", "upscale=base tied=False qkv_bias=True n_kv_head=1 rope_scaling=8:1:4:8",
-        "placement=top-heavy inserted=2 r=5 top_k=3 n_keys=6", "memory=linear n_keys=8",
-        "memory=pkm n_keys=8", "memory=ultramem n_keys=8", "queries=batch_norm n_keys=8",
-        "queries=layer_norm n_keys=8", "queries=residual n_keys=8", "queries=out_proj n_keys=8",
-        "upscale=llama_pro", "upscale=solar",
-    ],
-    "hiermem": [
-        "", "memory=none", "memory=lora_qk", "memory=lora_vo eot=7", "memory=lora_ffn tied=False",
-        "memory=kv eot=7", "clusters=2,3,2 ranks=0,5,4 memory_layers=late sparse_memory=False",
-        "n_kv_head=1 head_dim=8 qkv_bias=True qk_norm=False rope_scaling=8:1:4:8",
-    ],
-}
+VARIANTS = {}                                                  # each file's main switches
+for name, *flags in rows("""
+move
+move        memory=none
+move        memory=lave
+move        n_kv_head=1
+move        memory=lave memory_scale=2 gate_v=1
+move        memory_scale=2 gate_v=0
+move        attention=mla
+move        attention=mla memory=lave
+move        sparse_memory=True
+move        attention=mla memory=none n_kv_head=1
+lime
+lime        router=none
+lime        router=average
+lime        router=last-2
+lime        router=first-1
+lime        router=dilated-2
+lime        router=no-head-mix
+lime        router=per-dim
+lime        router=dynamic
+lime        n_kv_head=1 tied=False
+lime        baseline=denseformer
+lime        baseline=hyper
+ultramem
+ultramem    memory=none
+ultramem    n_keys=12 top_k=4 share=ring:2 sparse_memory=True
+ultramem    n_keys=12 top_k=4 heads=2 rank_queries=0 pre_value_dim=0
+ultramem    n_keys=12 top_k=4 memory_layers=0,2 virtual=4 tied=False
+ultramem    memory=ultramem n_keys=12 top_k=4 memory_layers=0:1/1:2
+ultramem    memory=ultramem n_keys=12 top_k=4 memory_layers=all share=noring:2
+ultramem    memory=pkm n_keys=12 top_k=4
+ultramem    memory=memory+ n_keys=12 top_k=4 sparse_memory=True
+ultramem    memory=peer n_keys=12 heads=1 top_k=2
+ultramem    memory=moe n_keys=6 top_k=2
+midus
+midus       upscale=base tied=False qkv_bias=True n_kv_head=1 rope_scaling=8:1:4:8
+midus       placement=top-heavy inserted=2 r=5 top_k=3 n_keys=6
+midus       memory=linear n_keys=8
+midus       memory=pkm n_keys=8
+midus       memory=ultramem n_keys=8
+midus       queries=batch_norm n_keys=8
+midus       queries=layer_norm n_keys=8
+midus       queries=residual n_keys=8
+midus       queries=out_proj n_keys=8
+midus       upscale=llama_pro
+midus       upscale=solar
+hiermem
+hiermem     memory=none
+hiermem     memory=lora_qk
+hiermem     memory=lora_vo eot=7
+hiermem     memory=lora_ffn tied=False
+hiermem     memory=kv eot=7
+hiermem     clusters=2,3,2 ranks=0,5,4 memory_layers=late sparse_memory=False
+hiermem     n_kv_head=1 head_dim=8 qkv_bias=True qk_norm=False rope_scaling=8:1:4:8
+"""):
+    VARIANTS.setdefault(name, []).append("".join(flags))
 OURS = [*VARIANTS]
 for path in sorted(ROOT.glob("model_*.py")):                   # yours are tested like the others
     yours = sample.load_module(path.stem[6:])
@@ -1695,40 +1538,46 @@ def test_cache_equals_full_forward(name, switches):
         model(idx[:, :1], cache=cache)
 
 
-@parametrize("name, switches", [
-    case("move"), case("move", "memory=none"), case("move", "attention=mla"),
-    case("move", "attention=mla memory=none"), case("lime"), case("lime", "router=per-dim"),
-    case("lime", "router=none"), case("lime", "n_head=4 n_kv_head=2")])
-def test_caches_have_the_size_of_plain_attention(name, switches):
-    model = make(name, **switches)
-    cache, c = model.new_cache(1, 10), model.config
+# Of a token in a layer: k and v; with MLA d_c of d_h / 32, at least 1, a head.
+@parametrize("name, flags, numbers", rows("""
+move    memory=move                  64
+move    memory=none                  64
+move    attention=mla                2
+move    attention=mla memory=none    2
+lime    router=static                64
+lime    router=per-dim               64
+lime    router=none                  64
+lime    n_head=4 n_kv_head=2         32
+"""))
+def test_caches_have_the_size_of_plain_attention(name, flags, numbers):
+    model = make(name, **typed(name, flags))
+    cache = model.new_cache(1, 10)
     model(some_tokens(1, 4), cache=cache)
-    one = 2 * c.n_kv_head * c.head_dim                         # of a token in a layer: k and v
-    if switches.get("attention") == "mla":                     # d_c of d_h / 32, at least 1, a head
-        one = 2
-    assert sum(t.numel() for t in cache.store.values()) == 3 * 10 * one
+    assert sum(t.numel() for t in cache.store.values()) == 3 * 10 * int(numbers)
 
 
-@parametrize("name, switches", [
-    case("move"), case("move", "memory=lave"), case("ultramem", "n_keys=12 top_k=4 share=ring:2"),
-    case("ultramem", "n_keys=12 top_k=4 memory=ultramem memory_layers=0:1/1:2"),
-    case("ultramem", "n_keys=12 top_k=4 memory=memory+"),
-    case("ultramem", "n_keys=12 top_k=4 memory=peer")])
-def test_sparse_gradients_are_the_dense_ones_on_the_touched_rows(name, switches):
+@parametrize("name, flags", rows("""
+move        memory=move
+move        memory=lave
+ultramem    n_keys=12 top_k=4 share=ring:2
+ultramem    n_keys=12 top_k=4 memory=ultramem memory_layers=0:1/1:2
+ultramem    n_keys=12 top_k=4 memory=memory+
+ultramem    n_keys=12 top_k=4 memory=peer
+"""))
+def test_sparse_gradients_are_the_dense_ones_on_the_touched_rows(name, flags):
     """Of two micro-batches."""
     grads = []
     for sparse in (False, True):
-        model = make(name, sparse_memory=sparse, **switches)
+        model = make(name, sparse_memory=sparse, **typed(name, flags))
         for p in model.parameters():
             kernels.keep_coalesced(p)
         for part in some_tokens().split(1):
             model(part, part)[1].backward()
         grads.append([p.grad for p in model.parameters()])
-    for dense, ours in zip(*grads):
-        if ours.is_sparse:
-            assert ours.is_coalesced() and 0 < ours._nnz() < len(ours)
-        assert_close(ours.to_dense(), dense, atol=1e-6, rtol=1e-5)
-    assert any(grad.is_sparse for grad in grads[1])
+    dense, ours = grads
+    assert_close([grad.to_dense() for grad in ours], dense, atol=1e-6, rtol=1e-5)
+    rows = [grad for grad in ours if grad.is_sparse]
+    assert rows and all(grad.is_coalesced() and 0 < grad._nnz() < len(grad) for grad in rows)
 
 
 @every_case
@@ -1743,9 +1592,8 @@ def test_loss_is_the_mean_over_targets(name, switches):
     assert model(x, torch.full_like(y, -1))[1].item() == 0     # no target is no division by zero
     groups = model.param_groups("adamw", 1.0, 0.0)
     dense = [p for group in groups if group["kind"] == "adamw" for p in group["params"]]
-    grads = torch.autograd.grad(loss, dense)
-    for ours, plain in zip(grads, torch.autograd.grad(want, dense)):
-        assert_close(ours, plain, atol=1e-5, rtol=1e-4)
+    ours, plain = (torch.autograd.grad(value, dense) for value in (loss, want))
+    assert_close(ours, plain, atol=1e-5, rtol=1e-4)
 
 
 LLAMA = ("lime", "ultramem", "midus", "hiermem")
@@ -1798,10 +1646,6 @@ def test_a_copy_with_a_line_more_passes_as_well(name, tmp_path, monkeypatch):
     test_file_cut_at_the_fold_still_trains(copy, tmp_path, monkeypatch)
 
 
-def plain_linear_cross_entropy(x, weight, targets, softcap=0.0):
-    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
-
-
 @parametrize("name, switches", [
     *CASES, case("midus", "phase=cpt"), case("midus", "phase=cpt placement=top-heavy")])
 def test_flops_per_token_against_torch(name, switches, monkeypatch):
@@ -1811,7 +1655,7 @@ def test_flops_per_token_against_torch(name, switches, monkeypatch):
     model = make(name, **{k: v for k, v in switches.items() if k != "sparse_memory"})
     # The counter does not look into our own operators.
     module = sample.load_module(name)
-    monkeypatch.setattr(module, "linear_cross_entropy", plain_linear_cross_entropy, raising=False)
+    monkeypatch.setattr(module, "linear_cross_entropy", slow_cross_entropy, raising=False)
     T = model.config.block_size
     idx = some_tokens(2, T + 1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -1829,8 +1673,8 @@ def test_meta_device_depth_dial_and_inspect(name):
     saved = vars(module.Config.from_depth(4))
     assert vars(module.Config(**saved)) == saved, "a checkpoint's fields build the same Config"
     for dense in (module.Config.from_depth(4, **module.DENSE),
-                  module.Config(**{**saved, **module.DENSE})):
-        assert all(getattr(dense, key) == value for key, value in module.DENSE.items())
+                  module.Config(**saved | module.DENSE)):
+        assert module.DENSE.items() <= vars(dense).items()
     assert set(module.RECIPE) <= {"adamw", "muon"}
     for tensor, axes in make(name).inspect(some_tokens(1, 9)).values():
         assert tensor.ndim == len(axes) and torch.isfinite(tensor).all() and tensor.std() > 0
@@ -1848,8 +1692,7 @@ def test_shared_tensors_start_equal_across_variants(name):
     assert theirs.keys() < ours.keys()
     assert all(torch.equal(p, ours[n]) for n, p in theirs.items())
     alike = [ours[f"blocks.{layer}.attn.W_{letter}.weight"] for layer in (0, 1) for letter in "QK"]
-    for a, b in itertools.combinations(alike, 2):
-        assert not torch.equal(a, b), "each tensor has numbers of its own"
+    assert len({p.sum().item() for p in alike}) == 4, "each tensor has numbers of its own"
     fields["seed"] = 8
     other = dict(make(name, **fields).named_parameters())
     assert not torch.equal(other["embed.weight"], ours["embed.weight"])
@@ -2025,17 +1868,14 @@ def test_move_learning_rates_are_nanochats(memory_lr):
         "bank.table": 0.3 * wide * memory_lr,
     }
     for name, group in groups_by_name(model, "muon", 0.02, 0.2):
+        expected = dict(kind="muon", lr=0.02, weight_decay=3.2)    # times (12 / layers)^2
         if name in rates:
             expected = dict(kind="adamw", lr=rates[name], weight_decay=0.0, eps=1e-10)
-        else:                                                  # weight decay times (12 / layers)^2
-            expected = dict(kind="muon", lr=0.02, weight_decay=0.2 * 4 ** 2)
-        for key, value in expected.items():
-            assert group[key] == approx(value), (name, key)
+        assert {key: group[key] for key in expected} == approx(expected), name
     ratios = {"embed.weight": 10, "bank.table": 10 * memory_lr, "x0_lambda": 10}
     for name, group in groups_by_name(model, "adamw", 2e-3, 0.1):
-        decay = 0.1 if name.startswith("blocks.") else 0.0
-        assert group["lr"] == approx(2e-3 * ratios.get(name, 1)), name
-        assert group["weight_decay"] == decay, name
+        wanted = approx(2e-3 * ratios.get(name, 1)), 0.1 * name.startswith("blocks.")
+        assert (group["lr"], group["weight_decay"]) == wanted, name
 
 
 def turned(x, position, sign, base=10000.0):
@@ -2070,7 +1910,6 @@ def slow_move(model, tokens):
     c = model.config
     T = len(tokens)
     d_h = c.head_dim
-    width = c.d_kv // c.n_kv_head
     x0 = plain_norm(model.embed.weight[tokens])
     x = x0
     for l, block in enumerate(model.blocks):
@@ -2081,28 +1920,27 @@ def slow_move(model, tokens):
         if block.attn.memory is not None:
             bank = model.bank or block.attn.memory.bank                            # eq. 2 or 6
             gates = 2 * torch.sigmoid(h @ W["attn.memory.W_G"].T)                  # eq. 3
-            gates = gates.view(T, c.n_kv_head, -1)
-            mixed = torch.zeros_like(V)
-            for t, kv in itertools.product(range(T), range(c.n_kv_head)):
-                shared = slice(kv * width, (kv + 1) * width)
-                g_0 = gates[t, kv, 0] if c.gate_v else 1
-                mixed[t, shared] = g_0 * V[t, shared]
-                for slot, g in enumerate(gates[t, kv, c.gate_v:]):
-                    mixed[t, shared] += g * bank.table[tokens[t], slot, shared]    # eq. 4
-            V = mixed
+            gates = gates.view(T, c.n_kv_head, -1, 1)
+            V = V.view(T, c.n_kv_head, -1)
+            if c.gate_v:
+                V = V * gates[:, :, 0]
+            for slot in range(bank.table.size(1)):                                 # eq. 4
+                rows = bank.table[tokens, slot].view_as(V)
+                V = V + gates[:, :, c.gate_v + slot] * rows
+            V = V.flatten(1)
         if c.attention == "mla":
             K, V = V @ W["attn.W_UK"].T, V @ W["attn.W_UV"].T                      # eq. 7
         else:
             K = h @ W["attn.W_K"].T
+        K, V = (t.view(T, -1, d_h) for t in (K, V))
         y = torch.zeros_like(x)
         for head in range(c.n_head):
-            kv = head * K.size(1) // x.size(1)
+            kv = head * K.size(1) // c.n_head
             mine = slice(head * d_h, (head + 1) * d_h)
-            shared = slice(kv * d_h, (kv + 1) * d_h)
-            keys = plain_norm(turned(K[:, shared], torch.arange(T)[:, None], -1))
+            keys = plain_norm(turned(K[:, kv], torch.arange(T)[:, None], -1))
             for t in range(T):
                 q = turned(W["attn.W_Q"][mine] @ h[t], t, -1)
-                y[t, mine] = attention_of(plain_norm(q), keys[:t + 1], V[:t + 1, shared])
+                y[t, mine] = attention_of(plain_norm(q), keys[:t + 1], V[:t + 1, kv])
         x = x + y @ W["attn.W_O"].T
         up = torch.relu(plain_norm(x) @ W["mlp.up"].T) ** 2
         x = x + up @ W["mlp.down"].T
@@ -2112,12 +1950,11 @@ def slow_move(model, tokens):
 
 def assert_equal_with_gradients(model, logits, want, idx):
     assert_close(logits.double(), want, atol=2e-5, rtol=1e-5)
-    parameters = list(model.parameters())
+    parameters = [*model.parameters()]
     ours = torch.autograd.grad(F.cross_entropy(logits, idx), parameters)
     slow = torch.autograd.grad(F.cross_entropy(want, idx), parameters)
-    for a, b in zip(ours, slow):
-        assert_close(a, b, atol=1e-6, rtol=1e-4)
-        assert a.abs().max() > 1e-6
+    assert_close(ours, slow, atol=1e-6, rtol=1e-4)
+    assert min(grad.abs().max() for grad in ours) > 1e-6
 
 
 @parametrize("switches", [
@@ -2136,34 +1973,32 @@ def test_move_gates_start_at_one():
     gates, axes = make(randomize=False).inspect(idx)["gates"]
     assert axes == ("layer", "token", "head", "slot")
     assert torch.equal(gates, torch.ones(3, 9, 2, 3))
-    gates, _ = make().inspect(idx)["gates"]
-    assert 0 <= gates.min() and 1.5 < gates.max() <= 2
 
 
 def test_move_reads_the_bank_once_a_forward(monkeypatch):
     model = make()
     idx = some_tokens(2, 13)
-    reads = []
-
-    def gather_rows(table, rows, sparse):
-        reads.append(rows)
-        return kernels.gather_rows(table, rows, sparse)
-
-    monkeypatch.setattr(model_move, "gather_rows", gather_rows)
+    reads = Mock(wraps=kernels.gather_rows)
+    monkeypatch.setattr(model_move, "gather_rows", reads)
     model(idx, idx)[1].backward()
-    used, = reads
-    assert torch.equal(used, idx.unique())
+    once, = reads.call_args_list
+    assert torch.equal(once.args[1], idx.unique())
 
 
-@parametrize("preset, scale, percent", [
-    ("d12", 1, 0.32), ("d12", 2, 0.59), ("d12", 4, 1.13), ("d12", 8, 2.21), ("d32", 2, 1.84)])
+@parametrize("preset, scale, percent", rows("""
+d12    1    0.32
+d12    2    0.59
+d12    4    1.13
+d12    8    2.21
+d32    2    1.84
+"""))
 def test_move_overhead_is_the_papers_equation_10(preset, scale, percent):
     """FLOPs that MoVE adds to the blocks: H(M+1) / (12d + 2T). The paper prints 1.8% for D32."""
     plain = on_meta("move", preset, memory="none")
     flops = plain.flops_per_token()
     blocks = flops - 6 * plain.head.weight.numel()
-    added = on_meta("move", preset, memory_scale=scale).flops_per_token() - flops
-    assert round(100 * added / blocks, 2) == percent
+    added = on_meta("move", preset, memory_scale=int(scale)).flops_per_token() - flops
+    assert f"{100 * added / blocks:.2f}" == percent
 
 
 def test_move_fills_in_what_is_automatic():
@@ -2177,18 +2012,19 @@ def test_move_fills_in_what_is_automatic():
     assert [from_depth(12, memory=m).gate_v for m in ("move", "lave", "none")] == [1, 0, 0]
 
 
-@parametrize("fields, message", [
-    (dict(n_embd=30), r"n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head"),
-    (dict(n_kv_head=3), "n_head=4, n_kv_head=3"),
-    (dict(n_layer=0), "n_layer=0: must be at least 1"),
-    (dict(memory="mova"), "memory='mova': choose move, lave or none"),
-    (dict(attention="mqa"), "attention='mqa': choose mha or mla"),
-    (dict(gate_v=2), "gate_v=2"),
-    (dict(memory="lave", memory_scale=4), "memory_scale=4: choose 1 or 2 for memory=lave"),
-])
-def test_move_config_errors(fields, message):
+@parametrize("flags, message", rows(r"""
+n_embd=30                      n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head
+n_kv_head=3                    n_head=4, n_kv_head=3
+n_layer=0                      n_layer=0: must be at least 1
+memory=mova                    memory='mova': choose move, lave or none
+attention=mqa                  attention='mqa': choose mha or mla
+gate_v=2                       gate_v=2
+memory=lave memory_scale=4     memory_scale=4.0: choose 1 or 2 for memory=lave
+"""))
+def test_move_config_errors(flags, message):
+    sizes = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=61)
     with pytest.raises(ValueError, match=message):
-        model_move.Config(**{"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 61, **fields})
+        model_move.Config(**sizes | typed("move", flags))
 
 
 # ================================================================ model_lime.py: LIMe
