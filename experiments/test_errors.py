@@ -20,99 +20,65 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from safetensors.torch import load_file, save_file
-from test_all import (HIER, POST, ROOT, TINY, clustered, files_of, save_tokenizer,
+from test_all import (POST, ROOT, TINY, clustered, files_of, prepare_bytes, save_tokenizer,
                       text_folder, train, write_jsonl, write_llama)
+from test_bank import runs
 
 import prepare_fineweb
-from experiments import bank
 
 
 # ---------------------------------------------------------------- a program in this process
 
-def outcome(program, argv, home, stdin=b""):
+def outcome(program, argv, home):
     """Runs a program in a folder as the interpreter would -> (exit code, its lines on stderr)."""
-    error = io.TextIOWrapper(io.BytesIO(), "utf-8")
-    code, locks = 0, []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    output, error = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    lock = prepare_fineweb.lock
+    code = 0
+    with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch, \
+            warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         patch.chdir(home)
-        patch.setattr(sys, "path", [str(home / "repo"), *sys.path])
-        patch.setattr(prepare_fineweb, "lock", held(locks))
-        patch.setattr(sys, "argv", [program, *argv])
-        patch.setattr(sys, "excepthook", sys.excepthook)
+        patch.setattr(prepare_fineweb, "lock",
+                      lambda *given, **more: locks.enter_context(lock(*given, **more)))
         patch.setattr(prepare_fineweb.atexit, "register", lambda *arguments: None)
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
-        patch.setattr(sys, "stderr", error)
+        patch.setattr(signal, "signal", lambda *arguments: None)
+        changes = dict(path=[str(home / "repo"), *sys.path], argv=[program, *argv],
+                       excepthook=sys.excepthook, stdin=io.StringIO(), stdout=output, stderr=error)
+        for name, value in changes.items():
+            patch.setattr(sys, name, value)
         try:
             runpy.run_path(str(home / "repo" / program), run_name="__main__")
         except SystemExit as stop:
-            code = exit_code(stop, error)
+            code = stop.code
         except BaseException as failure:
             code = 1
-            try:
-                sys.excepthook(type(failure), failure, failure.__traceback__)
-            except SystemExit as stop:
-                code = exit_code(stop, error)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            for file in locks:
-                file.close()
+            sys.excepthook(type(failure), failure, failure.__traceback__)
     error.flush()
-    return code, error.buffer.getvalue().decode().splitlines()
-
-
-def held(locks, lock=prepare_fineweb.lock):
-    """lock(), whose files are in the list, to be closed at the end."""
-    def keep(*arguments, **options):
-        locks.append(lock(*arguments, **options))
-        return locks[-1]
-    return keep
-
-
-def exit_code(stop, error):
-    """Of a SystemExit, whose text goes to stderr."""
-    if isinstance(stop.code, str):
-        print(stop.code, file=error)
-        return 1
-    return stop.code or 0
+    said = error.buffer.getvalue().decode().splitlines()
+    return (1, [code]) if isinstance(code, str) else (code, said)
 
 
 # ---------------------------------------------------------------- a folder with one of everything
 
 @pytest.fixture(scope="module")
-def home(text_folder, clustered, tmp_path_factory):
+def home(runs, text_folder):
     """The programs, data folders, runs, a bank, a Hugging Face folder, sources of text."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "repo" / "experiments" / "results").mkdir(parents=True)
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("experiments/*.py"),
-                 ROOT / "experiments/words.json"):
-        shutil.copy(path, home / "repo" / path.relative_to(ROOT))
+    home = runs
+    shutil.copytree(ROOT / "experiments", home / "repo/experiments",
+                    ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (home / "repo/experiments/results").mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, home / "repo")
     shutil.copytree(text_folder, home / "data")
-    shutil.copytree(clustered, home / "tree")
-    save_tokenizer(home / "mine" / "tokenizer.json")
-    write_jsonl(home / "text.jsonl", [{"text": f"text {n} of many"} for n in range(200)])
-    mine = str(home / "mine" / "tokenizer.json")
-    prepare_fineweb.prepare(source=str(home / "text.jsonl"), tokenizer=mine, workers=1,
-                            out=str(home / "own"), val_fraction=0.2)
-    train(*TINY, f"--dataset={home}/data", f"--out_dir={home}/run", "--max_iters=2")
-    train(*HIER, f"--dataset={home}/tree", "--dense=True", "--max_iters=2",
-          f"--out_dir={home}/anchor")
-    jobs = [("tree-subtree0", 0, "job0"), ("tree-subtree1", 0, "job1"), ("tree", 1, "generic")]
-    bank.main(["split", f"--dataset={home}/tree"])
-    for data, generic, job in jobs:
-        train(*POST, f"--init_from={home}/anchor", "--memory=ffn", "--ranks=4,2", "--frozen=True",
-              f"--generic={generic}", f"--dataset={home}/{data}", "--max_iters=4",
-              f"--out_dir={home}/{job}")
-    folders = ",".join(f"{home}/{job}" for _, _, job in jobs)
-    bank.main(["merge", f"--jobs={folders}", f"--out_dir={home}/bank"])
+    mine = save_tokenizer(home / "mine" / "tokenizer.json")
+    source = write_jsonl(home / "text.jsonl", [{"text": f"text {n} of many"} for n in range(200)])
+    prepare_bytes(source, home / "own", tokenizer=str(mine))
+    train(*TINY, "--max_iters=2", dataset=home / "data", out_dir=home / "run")
     write_llama(home / "hf", tie_word_embeddings=True)
     for path in home.glob("*/retriever.npz"):                  # mostly zeros
         np.savez_compressed(path, **np.load(path))
-    shutil.copy(home / "repo/experiments/words.json", home / "dict.json")
+    shutil.copy(ROOT / "experiments/words.json", home / "dict.json")
     (home / "exp.py").write_text(EXPERIMENT)
     (home / "image.png").write_bytes(b"no text")
     (home / "empty").mkdir()
@@ -668,6 +634,7 @@ repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "override
 -  merge --jobs=job0,job1 --out_dir=new  0 of the jobs have --generic=1
 -  merge --jobs=job0,generic --out_dir=new  no job has trained the subtrees 1
 -  merge --jobs=job0,job1,bank,generic --out_dir=new  bank has trained blocks of level
+-  merge --jobs=job0,job1,./job1,generic --out_dir=new  ./job1 has trained blocks of level
 -  merge --jobs=anchor,generic --out_dir=new  anchor has no bank of topics
 -  merge --jobs=run,generic --out_dir=new  run has no bank of topics
 -  merge --jobs=job0,job1,generic --out_dir=bank  ckpt.pt is there already
@@ -866,9 +833,8 @@ def test_a_mistake_is_one_line_and_touches_nothing(name, state, flags, message, 
             before = files_of(home)
             code, said = outcome(program, argv, home)
             after = files_of(home)
-        own = Path(program).name
         assert code == 1 and len(said) == 1, (code, said[-12:])
-        assert said[0].startswith(f"{own}: ") and message in said[0], said
+        assert said[0].startswith(f"{Path(program).name}: ") and message in said[0], said
         assert not [path for path in before if after.get(path) != before[path]]
     finally:
         put_back(home, pristine)
