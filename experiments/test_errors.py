@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from safetensors.torch import load_file, save_file
-from test_all import (POST, ROOT, TINY, clustered, files_of, prepare_bytes, save_tokenizer,
+from test_all import (ROOT, TINY, clustered, files_of, prepare_bytes, save_tokenizer,
                       text_folder, train, write_jsonl, write_llama)
 from test_bank import runs
 
@@ -154,29 +154,9 @@ def put_back(home, before):
 
 # ---------------------------------------------------------------- the table
 
-BASE = {
-    "train.py": [*TINY, "--dataset=data", "--out_dir=new", "--max_iters=1"],
-    "resume": ["--dataset=data", "--out_dir=run", "--init_from=resume", "--max_iters=4",
-               "--dtype=float32"],
-    "start": ["--dataset=data", "--out_dir=new", "--init_from=run", "--max_iters=1",
-              "--dtype=float32", "--sample_tokens=0"],
-    "grow": ["--model=midus", "--dataset=data", "--out_dir=new", "--init_from=hf"],
-    "hiermem": [*POST, "--dataset=tree", "--out_dir=new", "--init_from=anchor", "--max_iters=1"],
-    "sample.py": ["--out_dir=run", "--num_samples=1", "--max_new_tokens=3"],
-    "sample of the bank": ["--out_dir=bank", "--max_new_tokens=3", "--prompt=violin chord melody"],
-    "prepare_fineweb.py": ["--source=text.jsonl", "--tokenizer=bytes", "--out=new", "--workers=1",
-                           "--val_fraction=0.2"],
-    "experiments/run.py": [],
-    "experiments/bank.py": [],
-    "experiments/tasks.py": ["--samples=300", "--val_samples=3", "--tokenizer=bytes",
-                             "--text_chars=3000", "--out=new"],
-    "experiments/analysis.py": ["--runs=run"],
-    "experiments/instruct.py": ["--out=new", "--tokenizer=bytes"],
-}
-PROGRAM = {"resume": "train.py", "start": "train.py", "grow": "train.py", "hiermem": "train.py",
-           "sample of the bank": "sample.py"}
 CASES = r"""
-# train.py
+# train.py --depth=1 --block_size=32 --batch_tokens=128 --batch_size=4 --eval_tokens=256
+    --log_interval=1 --sample_tokens=0 --dtype=float32 --dataset=data --out_dir=new --max_iters=1
 -  --model=mova  model=mova: there is no model_mova.py here; there are
 -  --model=../x  model=../x: there is no
 -  --model=  there is no model_.py
@@ -329,7 +309,7 @@ tree/val_000000.leaf = b"\xff\xff\xff\xff" + c[4:]
     --model=hiermem --dataset=tree --clusters=2,2 --ranks=4,2  leaves -1
 -  --model=hiermem --dataset=tree --clusters=3,2 --ranks=4,2  clusters=3,2: tree has clusters=2,2
 run/.lock locked  --out_dir=run  run is in use by the process
-# resume
+# train.py --dataset=data --out_dir=run --init_from=resume --max_iters=4 --dtype=float32
 -  --depth=2  depth=2: the checkpoint has depth=1
 -  --seed=2  seed=2: the checkpoint has seed=1337
 -  --memory=lave  memory=lave: the checkpoint has memory=move
@@ -375,7 +355,8 @@ run/ckpt.pt: c["model"]["embed.weight"][0, 0] = nan  -  embed.weight
 run/ckpt.pt: c["model"]["embed.weight"] = 3  -  run
 data/meta.json = b"{"  -  data/meta.json cannot be used
 data/val_000000.bin = b""  -  is not a token shard
-# start
+# train.py --dataset=data --out_dir=new --init_from=run --max_iters=1 --dtype=float32
+    --sample_tokens=0
 -  --depth=2  has n_layer=1
 -  --memory=lave  has memory=move
 -  --model=lime  run cannot be used
@@ -389,7 +370,7 @@ run/ckpt.pt: c["model"]["resid_lambda"] = torch.ones(7)  -  size mismatch for re
 run/ckpt.pt: c = {"a": 1}  -  is not a checkpoint of nanoMem
 run/ckpt.pt = c[:1000]  -  cannot be read, it is cut short
 run/ckpt.pt: c["model"]["embed.weight"][0, 0] = nan  -  embed.weight is not a number in run
-# grow
+# train.py --model=midus --dataset=data --out_dir=new --init_from=hf
 hf/model.safetensors: c.pop("model.layers.1.mlp.up_proj.weight")  -  1 missing tensors
 hf/model.safetensors: c["model.norm.weight"] = torch.ones(31)  -  1 mismatched tensors
 hf/model.safetensors: c["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)  -  1 unexpected
@@ -424,7 +405,8 @@ hf/config.json: c["vocab_size"] = -5  -  hf
 -  --depth=2  n_layer
 -  --model=move  move
 -  -  vocab_size=61: data needs 257
-# hiermem
+# train.py --model=hiermem --batch_tokens=128 --batch_size=2 --eval_tokens=256 --log_interval=1
+    --sample_tokens=0 --dtype=float32 --dataset=tree --out_dir=new --init_from=anchor --max_iters=1
 -  --memory=none --frozen=True  nothing is left to train
 -  --ranks=4 --memory=ffn  a rank for each level
 -  --dataset=data --clusters=8,1  a factor of 2 or more
@@ -437,7 +419,7 @@ hf/config.json: c["vocab_size"] = -5  -  hf
 -  --init_from=bank --clusters=4,2  has clusters=2,2
 -  --init_from=bank --ranks=8,8  has ranks=4,2
 tree/meta.json: c["retriever"] = "y"  --init_from=bank  has retriever=
-# sample.py
+# sample.py --out_dir=run --num_samples=1 --max_new_tokens=3
 -  --prompt=longlonglonglonglonglonglonglonglong  the prompt has 37 tokens, the model's context
 -  --tempereture=1  did you mean --temperature=?
 -  --temperature=-1  temperature=-1.0: must not be negative
@@ -479,7 +461,7 @@ run/ckpt.pt: del c["step"]  -  run
 run/ckpt.pt: c = {"a": 1}  -  is not a checkpoint of nanoMem
 run/ckpt.pt = b"PK" + c[2:500]  -  cannot be read, it is cut short
 run/ckpt.pt = c[:len(c) // 2]  -  cannot be read, it is cut short
-# sample of the bank
+# sample.py --out_dir=bank --max_new_tokens=3 --prompt=violin,chord,melody
 -  --block=1:0,1:1  every node of level 1
 -  --block=2:4  no node 2:4: those of level 2 are 0 to 3
 -  --block=3:0  no node 3:0: the levels are 1 to 2
@@ -503,7 +485,8 @@ bank/retriever.npz: del c["centroids_2"]  -  not a whole retriever file
 bank/retriever.npz: del c["state_idf"]  -  is the tree
 bank/ckpt.pt: c["data"].pop("tokenizer")  -  bank
 bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight holds torch.int8
-# prepare_fineweb.py
+# prepare_fineweb.py --source=text.jsonl --tokenizer=bytes --out=new --workers=1
+    --val_fraction=0.2
 -  --source=nowhere  there is no source nowhere: fineweb_edu, pydocs
 -  --source=image.png  image.png is not, or does not hold, a .txt
 -  --source=empty  empty is not, or does not hold, a .txt
@@ -669,7 +652,8 @@ job1/ckpt.pt: c["model"].pop("bank.2.table")  merge --jobs=job0,job1,generic --o
 job1/ckpt.pt: c["model"]["bank.2.table"][:] = nan  merge --jobs=job0,job1,generic --out_dir=new
     job1
 tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
-# experiments/tasks.py
+# experiments/tasks.py --samples=300 --val_samples=3 --tokenizer=bytes --text_chars=3000
+    --out=new
 -  -  give one of arithmetic, prosqa, facts
 -  chess  give one of arithmetic, prosqa, facts
 -  arithmetic --operands=1  operands are numbers from 2 on
@@ -705,7 +689,7 @@ a.json = b'[]'  prosqa --val=a.json  too few different documents
 a.json.xz = b"no xz"  prosqa --val=a.json.xz  a.json.xz cannot be read
 a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records with a text
 a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
-# experiments/analysis.py
+# experiments/analysis.py --runs=run
 -  -  give one of entropy, separability
 -  entropy router  give one of entropy, separability
 -  chess  give one of entropy, separability
@@ -728,7 +712,7 @@ a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
 -  blimp  determiner
 -  importance --runs=run --dataset=nowhere  there is no data folder
 -  entropy --dataset=own  was trained with another tokenizer
-# experiments/instruct.py
+# experiments/instruct.py --out=new --tokenizer=bytes
 -  -  give --source=FILE
 -  a b  give --source=FILE
 -  --source=nowhere  nowhere
@@ -796,13 +780,14 @@ run/ckpt.pt: c["model"]["embed.weight"][:] = nan  --out_dir=run  output is not a
 
 
 def cases():
-    """[(program's name in the table, state, flags, piece of the message)]"""
+    """[(program, state, its flags in one string, piece of the message)]"""
     found = []
     for line in CASES.strip().replace("\n    ", "  ").splitlines():
         if line.startswith("# "):
-            name = line[2:]
-        else:
-            found.append((name, *re.split("   *", line)))
+            program, *base = line[2:].split()
+            continue
+        state, flags, message = re.split("   *", line)
+        found.append((program, state, " ".join([*base, flags]).removesuffix("-"), message))
     return found
 
 
@@ -820,10 +805,9 @@ def locked(path):
             process.kill()
 
 
-@pytest.mark.parametrize("name, state, flags, message", cases())
-def test_a_mistake_is_one_line_and_touches_nothing(name, state, flags, message, home, pristine):
-    program = PROGRAM.get(name, name)
-    argv = BASE.get(name, []) + ([] if flags == "-" else flags.split())
+@pytest.mark.parametrize("program, state, flags, message", cases())
+def test_a_mistake_is_one_line_and_touches_nothing(
+        program, state, flags, message, home, pristine):
     try:
         with contextlib.ExitStack() as stack:
             if state.endswith(" locked"):
@@ -831,7 +815,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(name, state, flags, message, 
             elif state != "-":
                 spoil(home, state)
             before = files_of(home)
-            code, said = outcome(program, argv, home)
+            code, said = outcome(program, flags.split(), home)
             after = files_of(home)
         assert code == 1 and len(said) == 1, (code, said[-12:])
         assert said[0].startswith(f"{Path(program).name}: ") and message in said[0], said

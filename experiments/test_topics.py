@@ -15,7 +15,7 @@ from torch.testing import assert_close
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import topics
 from experiments.topics import HashEmbedder, Retriever, k_means, walk
-from prepare_fineweb import ConfigError, TokenShards, load_meta, prepare
+from prepare_fineweb import TokenShards, load_meta, prepare
 from test_all import CLUSTERED, clustered, parametrize, topic_texts
 
 def read(folder, split):
