@@ -1,6 +1,7 @@
 """What a person can get wrong, by program: each ends in exit code 1 and one line that says what to
 do, and touches nothing. `python test_all.py` runs these too."""
 import contextlib
+import fcntl
 import gc
 import io
 import json
@@ -9,7 +10,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -98,26 +98,13 @@ ROW = (b'"data_id": "", "val_loss": 1, '
 
 # ---------------------------------------------------------------- what is broken beforehand
 
-def read_parts(path):
-    """What is in a file, to be changed."""
-    if path.suffix == ".pt":
-        return torch.load(path, weights_only=True)
-    if path.suffix == ".npz":
-        return dict(np.load(path))
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    return json.loads(path.read_text())
-
-
-def write_parts(path, parts):
-    if path.suffix == ".pt":
-        torch.save(parts, path)
-    elif path.suffix == ".npz":
-        np.savez(path, **parts)
-    elif path.suffix == ".safetensors":
-        save_file(parts, path, {"format": "pt"})
-    else:
-        path.write_text(json.dumps(parts))
+FORMATS = {                                                    # to read a file's parts, to write
+    ".pt": (lambda path: torch.load(path, weights_only=True), torch.save),
+    ".npz": (lambda path: dict(np.load(path)), lambda c, path: np.savez(path, **c)),
+    ".safetensors": (load_file, lambda c, path: save_file(c, path, {"format": "pt"})),
+    ".json": (lambda path: json.loads(path.read_text()),
+              lambda c, path: path.write_text(json.dumps(c))),
+}
 
 
 def spoil(home, state):
@@ -125,18 +112,19 @@ def spoil(home, state):
     changes its parts, c."""
     name, sign, code = re.match(r"(\S+?)(:| =) (.*)", state).groups()
     path = home / name
-    names = dict(c=None, torch=torch, np=np, nan=math.nan, row=ROW)
+    names = dict(torch=torch, np=np, nan=math.nan, row=ROW)
     if sign == ":":
-        names["c"] = read_parts(path)
+        read, write = FORMATS[path.suffix]
+        names["c"] = read(path)
         exec(code, names)
-    else:
-        names["c"] = path.read_bytes() if path.is_file() else b""
-        names["c"] = eval(code, names)
-    path.unlink(missing_ok=True)                               # it may be mapped
-    if sign == ":":
-        write_parts(path, names["c"])
-    elif names["c"] is not None:
-        path.write_bytes(names["c"])
+        path.unlink()                                          # it may be mapped
+        write(names["c"], path)
+        return
+    names["c"] = path.read_bytes() if path.is_file() else b""
+    content = eval(code, names)
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
 
 
 def put_back(home, before):
@@ -791,27 +779,15 @@ def cases():
     return found
 
 
-@contextlib.contextmanager
-def locked(path):
-    """Another process has the lock."""
-    gc.collect()                                               # no earlier program here has it
-    code = f"import fcntl; file = open({str(path)!r}, 'a'); fcntl.flock(file, 6); print(1); input()"
-    command = [sys.executable, "-Su", "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout.readline() == b"1\n"
-            yield
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize("program, state, flags, message", cases())
 def test_a_mistake_is_one_line_and_touches_nothing(
         program, state, flags, message, home, pristine):
     try:
         with contextlib.ExitStack() as stack:
             if state.endswith(" locked"):
-                stack.enter_context(locked(home / state.split()[0]))
+                gc.collect()                                   # no earlier program here has it
+                file = stack.enter_context(open(home / state.split()[0], "a"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             elif state != "-":
                 spoil(home, state)
             before = files_of(home)

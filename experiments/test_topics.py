@@ -23,7 +23,8 @@ def read(folder, split):
     path = folder / f"{split}_000000.bin"
     rows = np.fromfile(path, np.uint16)[512:].reshape(-1, 33)
     masks = np.fromfile(path.with_suffix(".mask"), np.uint8).reshape(-1, 33)
-    return rows, masks, np.fromfile(path.with_suffix(".leaf"), np.int32)
+    leaves = np.fromfile(path.with_suffix(".leaf"), np.int32)
+    return rows, masks, leaves
 
 
 @parametrize("split, part", [("train", slice(8, 48)), ("val", slice(0, 8))])
@@ -38,7 +39,7 @@ def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clu
         for piece in text.split("|"):
             assert leaf in leaf_of[[piece in window for window in windows]]
             pieces.append(piece)
-    assert sorted("".join(pieces)) == sorted("".join(windows))
+    assert sorted("".join(pieces)) == sorted("".join(texts))
     data = TokenShards(clustered, split, 32)
     assert data.n_windows == len(rows) == load_meta(clustered)["tokens"][split] / 33
     x, y = data.batch(range(len(rows)))
@@ -60,8 +61,9 @@ def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
     assert lower["first_10_words"] > 0.8
     smallest, _, largest = upper["tokens"]
     assert smallest + largest == sum(len(text) for text in texts[8:])
-    source = clustered.parent / "source"
-    again = load_meta(prepare(source=source, out=clustered.parent / "again", **CLUSTERED))
+    folder = clustered.parent
+    prepare(source=folder / "source", out=folder / "again", **CLUSTERED)
+    again = load_meta(folder / "again")
     assert again["data_id"] == meta["data_id"]
     assert again["retriever"] == meta["retriever"] == retriever.hash
     assert "level 2, nodes 4, tokens" in capsys.readouterr().out
@@ -128,8 +130,7 @@ def test_k_means_is_balanced_and_reproducible():
     crowd = torch.cat((torch.zeros(90, 2), torch.ones(10, 2)))
     for limit, mixed in ((1.5, 20 / 55), (2.0, 2.0)):
         centroids = k_means(crowd, 2, torch.manual_seed(0), steps=1, limit=limit)
-        sums = sorted(centroids.sum(1).tolist())
-        assert sums == approx([0.0, mixed])
+        assert sorted(centroids.sum(1).tolist()) == approx([0.0, mixed])
     x = F.normalize(torch.randn(400, 6, generator=torch.manual_seed(0)), dim=1)
     centroids = k_means(x, 5, torch.manual_seed(3))
     assert torch.equal(centroids, k_means(x, 5, torch.manual_seed(3)))
