@@ -89,7 +89,6 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     monkeypatch.setattr(runner, "plot", lambda *arguments: None)
-    monkeypatch.setattr(runner.time, "sleep", lambda seconds, sleep=time.sleep: sleep(seconds / 10))
     (tmp_path / "experiments").mkdir()
     (tmp_path / "train.py").write_text(STAND_IN)
     (tmp_path / "kernels.py").write_text("")
@@ -307,7 +306,8 @@ def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab)
     message = "different data .data_id id-b, id-new. are never mixed: move experiments/results/toy"
     with pytest.raises(ConfigError, match=message):
         runner.main(finished, ["--out=out_b"])
-    assert len(calls(lab)) == 14 and not (lab / "out_b").exists()  # refused before the first run
+    assert len(calls(lab)) == 14                               # refused before the first run
+    assert not (lab / "out_b").exists()
 
 
 WAITING = """
@@ -323,7 +323,8 @@ def test_ctrl_c_lets_the_running_trainer_save(lab, capsys):
     assert runner.main(path, ["--seeds=1"]) == 130
     ckpt = lab / "out/toy_table-cpu/standard/s0/ckpt.pt"
     assert json.loads(ckpt.read_text())["saved"] == "after SIGINT"
-    assert "go on with: python train.py " in capsys.readouterr().out and len(calls(lab)) == 1
+    assert "go on with: python train.py " in capsys.readouterr().out
+    assert len(calls(lab)) == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
@@ -1032,7 +1033,8 @@ def test_entropy_of_equal_and_of_orthogonal_vectors():
                         (orthogonal[:, :7], math.log(7)), (two, half)):
         assert analysis.renyi_entropy(z) == approx(expected, abs=1e-5)
     one, other = analysis.standardise([torch.tensor([[1.], [2]]), torch.tensor([[3.]])])
-    assert one.tolist() == [[-1], [0]] and other.tolist() == [[1]]
+    assert one.tolist() == [[-1], [0]]
+    assert other.tolist() == [[1]]
 
 
 def test_probe_separates_what_is_separable_and_keeps_groups_together():
@@ -1103,7 +1105,8 @@ def test_entropy_and_the_classifiers_are_drawn_and_counted(name, flag, n, low, h
     found = analyse(name, analysed / "run", flag.replace("BLIMP", str(analysed / "blimp")))
     assert found.keys() == {"values", "hiddens"}
     for (layer,) in found.values():                            # is or are: the embedding tells
-        assert len(layer) == n and low < np.mean(layer) <= high, found
+        assert len(layer) == n
+        assert low < np.mean(layer) <= high
 
 
 def test_words_are_found_where_they_stand(analysed):
@@ -1163,7 +1166,8 @@ def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(
     y = x.roll(-1, 1)
     y[0, :5] = -1                                              # a prompt
     found = analysis.head_importance(model, x, y)
-    assert found.shape == (9, 3, 4) and (found > 0).all()
+    assert found.shape == (9, 3, 4)
+    assert (found > 0).all()
     eps = 1e-6
     for layer, block in enumerate(analysis.all_blocks(model)):
         if block.attn.W_O is None:
@@ -1186,7 +1190,8 @@ def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(
 def test_importance_takes_the_other_models_too(name):
     model = make(name).eval()
     found = analysis.head_importance(model, some_tokens(), some_tokens(seed=1))
-    assert found.shape == (len(model.blocks), 2, model.config.n_head) and (found > 0).all()
+    assert found.shape == (len(model.blocks), 2, model.config.n_head)
+    assert (found > 0).all()
 
 
 @pytest.fixture(scope="module")
