@@ -100,7 +100,7 @@ MUTANTS = [
      "windows_cover or speedruns or block_size_a_document"),
     ("prepare_fineweb.py", "start = int(window - self.first[shard]) * self.stride",
      "start = int(window - self.first[shard]) * self.block_size",
-     "block_size_a_document or sequences_hold"),
+     "block_size_a_document"),
     ("prepare_fineweb.py", "np.random.default_rng((seed, epoch))", "np.random.default_rng(seed)",
      "every_epoch"),
     ("prepare_fineweb.py", "if length >= size and (not line.strip() or",

@@ -91,7 +91,7 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "plot", lambda *arguments: None)
     (tmp_path / "experiments").mkdir()
     (tmp_path / "train.py").write_text(STAND_IN)
-    (tmp_path / "kernels.py").write_text("")
+    (tmp_path / "kernels.py").touch()
     (tmp_path / "model_toy.py").write_text("width = 1\n")
     (tmp_path / "hash.txt").write_text(runner.source_hash("toy"))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -1083,11 +1083,19 @@ def analysed(tmp_path_factory):
     source = write_jsonl(folder / "text.jsonl", texts)
     data = prepare_bytes(source, folder / "data", tokenizer="bpe", vocab_size=300)
     train(*TINY, "--max_iters=1", dataset=data, out_dir=folder / "run")
-    rows = [{"sentence_good": f"it is {word}", "sentence_bad": f"it are {word}"}
-            for word in ("here", "there", "one", "they", "it")]
+    (folder / "blimp").mkdir()
     for task in analysis.BLIMP:
-        write_jsonl(folder / "blimp" / f"{task}.jsonl", rows)
+        (folder / "blimp" / f"{task}.jsonl").write_text(PAIRS)
     return folder
+
+
+PAIRS = """
+{"sentence_good": "it is here", "sentence_bad": "it are here"}
+{"sentence_good": "it is there", "sentence_bad": "it are there"}
+{"sentence_good": "it is one", "sentence_bad": "it are one"}
+{"sentence_good": "it is they", "sentence_bad": "it are they"}
+{"sentence_good": "it is it", "sentence_bad": "it are it"}
+"""
 
 
 def analyse(name, run, *flags):
