@@ -1,6 +1,7 @@
 """What a person can get wrong, by program: each ends in exit code 1 and one line that says what to
 do, and touches nothing. `python test_all.py` runs these too."""
 import contextlib
+import fcntl
 import gc
 import io
 import json
@@ -9,7 +10,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,99 +20,65 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from safetensors.torch import load_file, save_file
-from test_all import (HIER, POST, ROOT, TINY, clustered, files_of, save_tokenizer,
+from test_all import (ROOT, TINY, clustered, files_of, prepare_bytes, save_tokenizer,
                       text_folder, train, write_jsonl, write_llama)
+from test_bank import runs
 
 import prepare_fineweb
-from experiments import bank
 
 
 # ---------------------------------------------------------------- a program in this process
 
-def outcome(program, argv, home, stdin=b""):
+def outcome(program, argv, home):
     """Runs a program in a folder as the interpreter would -> (exit code, its lines on stderr)."""
-    error = io.TextIOWrapper(io.BytesIO(), "utf-8")
-    code, locks = 0, []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    output, error = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    lock = prepare_fineweb.lock
+    code = 0
+    with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch, \
+            warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         patch.chdir(home)
-        patch.setattr(sys, "path", [str(home / "repo"), *sys.path])
-        patch.setattr(prepare_fineweb, "lock", held(locks))
-        patch.setattr(sys, "argv", [program, *argv])
-        patch.setattr(sys, "excepthook", sys.excepthook)
+        patch.setattr(prepare_fineweb, "lock",
+                      lambda *given, **more: locks.enter_context(lock(*given, **more)))
         patch.setattr(prepare_fineweb.atexit, "register", lambda *arguments: None)
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        patch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
-        patch.setattr(sys, "stderr", error)
+        patch.setattr(signal, "signal", lambda *arguments: None)
+        changes = dict(path=[str(home / "repo"), *sys.path], argv=[program, *argv],
+                       excepthook=sys.excepthook, stdin=io.StringIO(), stdout=output, stderr=error)
+        for name, value in changes.items():
+            patch.setattr(sys, name, value)
         try:
             runpy.run_path(str(home / "repo" / program), run_name="__main__")
         except SystemExit as stop:
-            code = exit_code(stop, error)
+            code = stop.code
         except BaseException as failure:
             code = 1
-            try:
-                sys.excepthook(type(failure), failure, failure.__traceback__)
-            except SystemExit as stop:
-                code = exit_code(stop, error)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            for file in locks:
-                file.close()
+            sys.excepthook(type(failure), failure, failure.__traceback__)
     error.flush()
-    return code, error.buffer.getvalue().decode().splitlines()
-
-
-def held(locks, lock=prepare_fineweb.lock):
-    """lock(), whose files are in the list, to be closed at the end."""
-    def keep(*arguments, **options):
-        locks.append(lock(*arguments, **options))
-        return locks[-1]
-    return keep
-
-
-def exit_code(stop, error):
-    """Of a SystemExit, whose text goes to stderr."""
-    if isinstance(stop.code, str):
-        print(stop.code, file=error)
-        return 1
-    return stop.code or 0
+    said = error.buffer.getvalue().decode().splitlines()
+    return (1, [code]) if isinstance(code, str) else (code, said)
 
 
 # ---------------------------------------------------------------- a folder with one of everything
 
 @pytest.fixture(scope="module")
-def home(text_folder, clustered, tmp_path_factory):
+def home(runs, text_folder):
     """The programs, data folders, runs, a bank, a Hugging Face folder, sources of text."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "repo" / "experiments" / "results").mkdir(parents=True)
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("experiments/*.py"),
-                 ROOT / "experiments/words.json"):
-        shutil.copy(path, home / "repo" / path.relative_to(ROOT))
+    home = runs
+    shutil.copytree(ROOT / "experiments", home / "repo/experiments",
+                    ignore=shutil.ignore_patterns("results", "__pycache__"))
+    (home / "repo/experiments/results").mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, home / "repo")
     shutil.copytree(text_folder, home / "data")
-    shutil.copytree(clustered, home / "tree")
-    save_tokenizer(home / "mine" / "tokenizer.json")
-    write_jsonl(home / "text.jsonl", [{"text": f"text {n} of many"} for n in range(200)])
-    mine = str(home / "mine" / "tokenizer.json")
-    prepare_fineweb.prepare(source=str(home / "text.jsonl"), tokenizer=mine, workers=1,
-                            out=str(home / "own"), val_fraction=0.2)
-    train(*TINY, f"--dataset={home}/data", f"--out_dir={home}/run", "--max_iters=2")
-    train(*HIER, f"--dataset={home}/tree", "--dense=True", "--max_iters=2",
-          f"--out_dir={home}/anchor")
-    jobs = [("tree-subtree0", 0, "job0"), ("tree-subtree1", 0, "job1"), ("tree", 1, "generic")]
-    bank.main(["split", f"--dataset={home}/tree"])
-    for data, generic, job in jobs:
-        train(*POST, f"--init_from={home}/anchor", "--memory=ffn", "--ranks=4,2", "--frozen=True",
-              f"--generic={generic}", f"--dataset={home}/{data}", "--max_iters=4",
-              f"--out_dir={home}/{job}")
-    folders = ",".join(f"{home}/{job}" for _, _, job in jobs)
-    bank.main(["merge", f"--jobs={folders}", f"--out_dir={home}/bank"])
+    mine = save_tokenizer(home / "mine" / "tokenizer.json")
+    source = write_jsonl(home / "text.jsonl", [{"text": f"text {n} of many"} for n in range(200)])
+    prepare_bytes(source, home / "own", tokenizer=str(mine))
+    train(*TINY, "--max_iters=2", dataset=home / "data", out_dir=home / "run")
     write_llama(home / "hf", tie_word_embeddings=True)
     for path in home.glob("*/retriever.npz"):                  # mostly zeros
         np.savez_compressed(path, **np.load(path))
-    shutil.copy(home / "repo/experiments/words.json", home / "dict.json")
+    shutil.copy(ROOT / "experiments/words.json", home / "dict.json")
     (home / "exp.py").write_text(EXPERIMENT)
     (home / "image.png").write_bytes(b"no text")
     (home / "empty").mkdir()
@@ -132,26 +98,13 @@ ROW = (b'"data_id": "", "val_loss": 1, '
 
 # ---------------------------------------------------------------- what is broken beforehand
 
-def read_parts(path):
-    """What is in a file, to be changed."""
-    if path.suffix == ".pt":
-        return torch.load(path, weights_only=True)
-    if path.suffix == ".npz":
-        return dict(np.load(path))
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    return json.loads(path.read_text())
-
-
-def write_parts(path, parts):
-    if path.suffix == ".pt":
-        torch.save(parts, path)
-    elif path.suffix == ".npz":
-        np.savez(path, **parts)
-    elif path.suffix == ".safetensors":
-        save_file(parts, path, {"format": "pt"})
-    else:
-        path.write_text(json.dumps(parts))
+FORMATS = {                                                    # to read a file's parts, to write
+    ".pt": (lambda path: torch.load(path, weights_only=True), torch.save),
+    ".npz": (lambda path: dict(np.load(path)), lambda c, path: np.savez(path, **c)),
+    ".safetensors": (load_file, lambda c, path: save_file(c, path, {"format": "pt"})),
+    ".json": (lambda path: json.loads(path.read_text()),
+              lambda c, path: path.write_text(json.dumps(c))),
+}
 
 
 def spoil(home, state):
@@ -159,18 +112,19 @@ def spoil(home, state):
     changes its parts, c."""
     name, sign, code = re.match(r"(\S+?)(:| =) (.*)", state).groups()
     path = home / name
-    names = dict(c=None, torch=torch, np=np, nan=math.nan, row=ROW)
+    names = dict(torch=torch, np=np, nan=math.nan, row=ROW)
     if sign == ":":
-        names["c"] = read_parts(path)
+        read, write = FORMATS[path.suffix]
+        names["c"] = read(path)
         exec(code, names)
-    else:
-        names["c"] = path.read_bytes() if path.is_file() else b""
-        names["c"] = eval(code, names)
-    path.unlink(missing_ok=True)                               # it may be mapped
-    if sign == ":":
-        write_parts(path, names["c"])
-    elif names["c"] is not None:
-        path.write_bytes(names["c"])
+        path.unlink()                                          # it may be mapped
+        write(names["c"], path)
+        return
+    names["c"] = path.read_bytes() if path.is_file() else b""
+    content = eval(code, names)
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
 
 
 def put_back(home, before):
@@ -182,35 +136,14 @@ def put_back(home, before):
         if after.get(path) != content:
             path.unlink(missing_ok=True)
             path.write_bytes(content)
-    for name in ("new", "new2"):
-        shutil.rmtree(home / name, ignore_errors=True)
+    shutil.rmtree(home / "new", ignore_errors=True)
 
 
 # ---------------------------------------------------------------- the table
 
-BASE = {
-    "train.py": [*TINY, "--dataset=data", "--out_dir=new", "--max_iters=1"],
-    "resume": ["--dataset=data", "--out_dir=run", "--init_from=resume", "--max_iters=4",
-               "--dtype=float32"],
-    "start": ["--dataset=data", "--out_dir=new", "--init_from=run", "--max_iters=1",
-              "--dtype=float32", "--sample_tokens=0"],
-    "grow": ["--model=midus", "--dataset=data", "--out_dir=new", "--init_from=hf"],
-    "hiermem": [*POST, "--dataset=tree", "--out_dir=new", "--init_from=anchor", "--max_iters=1"],
-    "sample.py": ["--out_dir=run", "--num_samples=1", "--max_new_tokens=3"],
-    "sample of the bank": ["--out_dir=bank", "--max_new_tokens=3", "--prompt=violin chord melody"],
-    "prepare_fineweb.py": ["--source=text.jsonl", "--tokenizer=bytes", "--out=new", "--workers=1",
-                           "--val_fraction=0.2"],
-    "experiments/run.py": [],
-    "experiments/bank.py": [],
-    "experiments/tasks.py": ["--samples=300", "--val_samples=3", "--tokenizer=bytes",
-                             "--text_chars=3000", "--out=new"],
-    "experiments/analysis.py": ["--runs=run"],
-    "experiments/instruct.py": ["--out=new", "--tokenizer=bytes"],
-}
-PROGRAM = {"resume": "train.py", "start": "train.py", "grow": "train.py", "hiermem": "train.py",
-           "sample of the bank": "sample.py"}
 CASES = r"""
-# train.py
+# train.py --depth=1 --block_size=32 --batch_tokens=128 --batch_size=4 --eval_tokens=256
+    --log_interval=1 --sample_tokens=0 --dtype=float32 --dataset=data --out_dir=new --max_iters=1
 -  --model=mova  model=mova: there is no model_mova.py here; there are
 -  --model=../x  model=../x: there is no
 -  --model=  there is no model_.py
@@ -363,7 +296,7 @@ tree/val_000000.leaf = b"\xff\xff\xff\xff" + c[4:]
     --model=hiermem --dataset=tree --clusters=2,2 --ranks=4,2  leaves -1
 -  --model=hiermem --dataset=tree --clusters=3,2 --ranks=4,2  clusters=3,2: tree has clusters=2,2
 run/.lock locked  --out_dir=run  run is in use by the process
-# resume
+# train.py --dataset=data --out_dir=run --init_from=resume --max_iters=4 --dtype=float32
 -  --depth=2  depth=2: the checkpoint has depth=1
 -  --seed=2  seed=2: the checkpoint has seed=1337
 -  --memory=lave  memory=lave: the checkpoint has memory=move
@@ -409,7 +342,8 @@ run/ckpt.pt: c["model"]["embed.weight"][0, 0] = nan  -  embed.weight
 run/ckpt.pt: c["model"]["embed.weight"] = 3  -  run
 data/meta.json = b"{"  -  data/meta.json cannot be used
 data/val_000000.bin = b""  -  is not a token shard
-# start
+# train.py --dataset=data --out_dir=new --init_from=run --max_iters=1 --dtype=float32
+    --sample_tokens=0
 -  --depth=2  has n_layer=1
 -  --memory=lave  has memory=move
 -  --model=lime  run cannot be used
@@ -423,7 +357,7 @@ run/ckpt.pt: c["model"]["resid_lambda"] = torch.ones(7)  -  size mismatch for re
 run/ckpt.pt: c = {"a": 1}  -  is not a checkpoint of nanoMem
 run/ckpt.pt = c[:1000]  -  cannot be read, it is cut short
 run/ckpt.pt: c["model"]["embed.weight"][0, 0] = nan  -  embed.weight is not a number in run
-# grow
+# train.py --model=midus --dataset=data --out_dir=new --init_from=hf
 hf/model.safetensors: c.pop("model.layers.1.mlp.up_proj.weight")  -  1 missing tensors
 hf/model.safetensors: c["model.norm.weight"] = torch.ones(31)  -  1 mismatched tensors
 hf/model.safetensors: c["model.layers.0.self_attn.q_norm.weight"] = torch.ones(8)  -  1 unexpected
@@ -458,7 +392,8 @@ hf/config.json: c["vocab_size"] = -5  -  hf
 -  --depth=2  n_layer
 -  --model=move  move
 -  -  vocab_size=61: data needs 257
-# hiermem
+# train.py --model=hiermem --batch_tokens=128 --batch_size=2 --eval_tokens=256 --log_interval=1
+    --sample_tokens=0 --dtype=float32 --dataset=tree --out_dir=new --init_from=anchor --max_iters=1
 -  --memory=none --frozen=True  nothing is left to train
 -  --ranks=4 --memory=ffn  a rank for each level
 -  --dataset=data --clusters=8,1  a factor of 2 or more
@@ -471,7 +406,7 @@ hf/config.json: c["vocab_size"] = -5  -  hf
 -  --init_from=bank --clusters=4,2  has clusters=2,2
 -  --init_from=bank --ranks=8,8  has ranks=4,2
 tree/meta.json: c["retriever"] = "y"  --init_from=bank  has retriever=
-# sample.py
+# sample.py --out_dir=run --num_samples=1 --max_new_tokens=3
 -  --prompt=longlonglonglonglonglonglonglonglong  the prompt has 37 tokens, the model's context
 -  --tempereture=1  did you mean --temperature=?
 -  --temperature=-1  temperature=-1.0: must not be negative
@@ -513,7 +448,7 @@ run/ckpt.pt: del c["step"]  -  run
 run/ckpt.pt: c = {"a": 1}  -  is not a checkpoint of nanoMem
 run/ckpt.pt = b"PK" + c[2:500]  -  cannot be read, it is cut short
 run/ckpt.pt = c[:len(c) // 2]  -  cannot be read, it is cut short
-# sample of the bank
+# sample.py --out_dir=bank --max_new_tokens=3 --prompt=violin,chord,melody
 -  --block=1:0,1:1  every node of level 1
 -  --block=2:4  no node 2:4: those of level 2 are 0 to 3
 -  --block=3:0  no node 3:0: the levels are 1 to 2
@@ -537,7 +472,8 @@ bank/retriever.npz: del c["centroids_2"]  -  not a whole retriever file
 bank/retriever.npz: del c["state_idf"]  -  is the tree
 bank/ckpt.pt: c["data"].pop("tokenizer")  -  bank
 bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight holds torch.int8
-# prepare_fineweb.py
+# prepare_fineweb.py --source=text.jsonl --tokenizer=bytes --out=new --workers=1
+    --val_fraction=0.2
 -  --source=nowhere  there is no source nowhere: fineweb_edu, pydocs
 -  --source=image.png  image.png is not, or does not hold, a .txt
 -  --source=empty  empty is not, or does not hold, a .txt
@@ -668,6 +604,7 @@ repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "override
 -  merge --jobs=job0,job1 --out_dir=new  0 of the jobs have --generic=1
 -  merge --jobs=job0,generic --out_dir=new  no job has trained the subtrees 1
 -  merge --jobs=job0,job1,bank,generic --out_dir=new  bank has trained blocks of level
+-  merge --jobs=job0,job1,./job1,generic --out_dir=new  ./job1 has trained blocks of level
 -  merge --jobs=anchor,generic --out_dir=new  anchor has no bank of topics
 -  merge --jobs=run,generic --out_dir=new  run has no bank of topics
 -  merge --jobs=job0,job1,generic --out_dir=bank  ckpt.pt is there already
@@ -702,7 +639,8 @@ job1/ckpt.pt: c["model"].pop("bank.2.table")  merge --jobs=job0,job1,generic --o
 job1/ckpt.pt: c["model"]["bank.2.table"][:] = nan  merge --jobs=job0,job1,generic --out_dir=new
     job1
 tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
-# experiments/tasks.py
+# experiments/tasks.py --samples=300 --val_samples=3 --tokenizer=bytes --text_chars=3000
+    --out=new
 -  -  give one of arithmetic, prosqa, facts
 -  chess  give one of arithmetic, prosqa, facts
 -  arithmetic --operands=1  operands are numbers from 2 on
@@ -738,7 +676,7 @@ a.json = b'[]'  prosqa --val=a.json  too few different documents
 a.json.xz = b"no xz"  prosqa --val=a.json.xz  a.json.xz cannot be read
 a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records with a text
 a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
-# experiments/analysis.py
+# experiments/analysis.py --runs=run
 -  -  give one of entropy, separability
 -  entropy router  give one of entropy, separability
 -  chess  give one of entropy, separability
@@ -761,7 +699,7 @@ a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
 -  blimp  determiner
 -  importance --runs=run --dataset=nowhere  there is no data folder
 -  entropy --dataset=own  was trained with another tokenizer
-# experiments/instruct.py
+# experiments/instruct.py --out=new --tokenizer=bytes
 -  -  give --source=FILE
 -  a b  give --source=FILE
 -  --source=nowhere  nowhere
@@ -829,46 +767,34 @@ run/ckpt.pt: c["model"]["embed.weight"][:] = nan  --out_dir=run  output is not a
 
 
 def cases():
-    """[(program's name in the table, state, flags, piece of the message)]"""
+    """[(program, state, its flags in one string, piece of the message)]"""
     found = []
     for line in CASES.strip().replace("\n    ", "  ").splitlines():
         if line.startswith("# "):
-            name = line[2:]
-        else:
-            found.append((name, *re.split("   *", line)))
+            program, *base = line[2:].split()
+            continue
+        state, flags, message = re.split("   *", line)
+        found.append((program, state, " ".join([*base, flags]).removesuffix("-"), message))
     return found
 
 
-@contextlib.contextmanager
-def locked(path):
-    """Another process has the lock."""
-    gc.collect()                                               # no earlier program here has it
-    code = f"import fcntl; file = open({str(path)!r}, 'a'); fcntl.flock(file, 6); print(1); input()"
-    command = [sys.executable, "-Su", "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout.readline() == b"1\n"
-            yield
-        finally:
-            process.kill()
-
-
-@pytest.mark.parametrize("name, state, flags, message", cases())
-def test_a_mistake_is_one_line_and_touches_nothing(name, state, flags, message, home, pristine):
-    program = PROGRAM.get(name, name)
-    argv = BASE.get(name, []) + ([] if flags == "-" else flags.split())
+@pytest.mark.parametrize("program, state, flags, message", cases())
+def test_a_mistake_is_one_line_and_touches_nothing(
+        program, state, flags, message, home, pristine):
     try:
         with contextlib.ExitStack() as stack:
             if state.endswith(" locked"):
-                stack.enter_context(locked(home / state.split()[0]))
+                gc.collect()                                   # no earlier program here has it
+                file = stack.enter_context(open(home / state.split()[0], "a"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             elif state != "-":
                 spoil(home, state)
             before = files_of(home)
-            code, said = outcome(program, argv, home)
+            code, said = outcome(program, flags.split(), home)
             after = files_of(home)
-        own = Path(program).name
-        assert code == 1 and len(said) == 1, (code, said[-12:])
-        assert said[0].startswith(f"{own}: ") and message in said[0], said
+        assert (code, len(said)) == (1, 1), said[-12:]
+        assert said[0].startswith(f"{Path(program).name}: ")
+        assert message in said[0]
         assert not [path for path in before if after.get(path) != before[path]]
     finally:
         put_back(home, pristine)

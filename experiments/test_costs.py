@@ -1,0 +1,93 @@
+"""Tests of the timers of steps, bank_size.py, midus_costs.py and ultramem_growth.py.
+`python test_all.py` runs them too."""
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pytest import approx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments import bank_size, midus_costs, ultramem_growth
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch, capsys):
+    """Runs one of them in a folder of its own -> what it writes and what it prints."""
+    def run(program, name, flags):
+        results = tmp_path / "experiments/results"
+        results.mkdir(parents=True)
+        monkeypatch.setattr(program, "ROOT", tmp_path)
+        for key, value in program._defaults.items():           # undone after what main() sets
+            monkeypatch.setattr(program, key, value)
+        program.main(flags.split())
+        return json.loads((results / f"{name}-cpu.json").read_text()), capsys.readouterr().out
+
+    return run
+
+
+def test_bank_size_times_a_step(measure):
+    """41 blocks and more, all of the larger bank's blocks in reach. No figure is asserted."""
+    found, said = measure(bank_size, "hiermem_bank_size", "--blocks=44 --rank=2 --steps=1")
+    block = 7 * 3 * 2 * 128                                    # layers, matrices, channels, width
+    large = f"44 blocks, {44 * block:,} numbers"
+    assert list(found["ms_a_step"]) == [f"41 blocks, {41 * block:,} numbers", f"{large}, 40 in use",
+                                        f"{large}, all in use"]
+    for name, ms in found["ms_a_step"].items():
+        assert name in said
+        assert ms > 0
+    assert found["steps"] == 1
+
+
+def test_midus_costs_counts_what_autograd_keeps():
+    """Of tanh(x @ W) it keeps x, a view of 6 x 5 numbers, for W's gradient, and the output."""
+    class Tiny(torch.nn.Linear):
+        def forward(self, x, y):
+            return None, (x @ self.weight).tanh().sum() + 1
+
+    assert midus_costs.kept_bytes(Tiny(5, 4), torch.zeros(6, 5)) == 2 * 6 * 5 * 4
+
+
+def test_midus_costs_times_every_method(measure, monkeypatch):
+    monkeypatch.setattr(midus_costs, "WARMUP", 1)
+    facts, said = measure(midus_costs, "midus_costs", "--depth=8 --n_embd=64 --n_keys=4 --batch=1 "
+                          "--block_size=24 --prompt=8 --steps=1")
+    found = facts["methods"]
+    for name, row in found.items():
+        assert f"\n{name} " in said
+        assert min(row["step_ms"], row["prefill_ms"], row["token_ms"]) > 0
+        weights = 4 * row["parameters"] + 12 * row["trained"]  # gradients and two moments
+        assert row["held_mb"] == approx(row["kept_mb"] + weights / 2 ** 20)
+        if name not in ("base", "SOLAR"):
+            assert row["trained"] == row["parameters"] - found["base"]["parameters"]
+    kept = {name: row["kept_mb"] for name, row in found.items()}
+    assert kept["HML top-heavy"] < kept["HML"] < kept["HML bottom-heavy"]
+    assert kept["OpT-DeUS"] < kept["Llama Pro"] < kept["SOLAR"]
+
+
+def test_ultramem_growth_times_what_grows_with_the_slots(measure):
+    """Its parts change what they should: all weights of the scoring, of the tables the rows that
+    are read."""
+    found, said = measure(ultramem_growth, "ultramem_growth", "--sizes=12,24 --n_embd=64 --top_k=4 "
+                          "--batch=1 --block_size=24 --steps=2")
+    a, b = found["sizes"].values()
+    assert a["slots"] == 144
+    assert a["touched"] <= 24 * 4
+    for part in ("dense", "sparse", "scoring", "rows"):
+        assert min(a[f"{part}_ms"], b[f"{part}_ms"]) > 0
+    rows = (24 ** 2 - 12 ** 2) * (12 + 4)                      # of D_v + D_p
+    keys = 12 * 2 * 2 * 16                                     # of D_k
+    assert b["parameters"] - a["parameters"] == rows + keys
+    assert found["growth"][0]["of"] == [12, 24]
+    assert "from 12 to 24" in said
+    race, touched = ultramem_growth.racers(12, torch.randint(256, (1, 25)))
+    changed = {}
+    for name in ("scoring", "rows"):
+        parameters = race[name][0]
+        before = copy.deepcopy(parameters)
+        ultramem_growth.timed(*race[name])
+        changed[name] = list(map(torch.ne, parameters, before))
+    assert all(part.any() for part in changed["scoring"])
+    assert [part.any(1).sum() for part in changed["rows"]] == [touched, touched]
