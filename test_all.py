@@ -2175,79 +2175,64 @@ def test_move_config_errors(fields, message):
 
 # ================================================================ model_lime.py: LIMe
 
-LIME_ROUTERS = ["static", "average", "last-2", "first-1", "first-1-prev", "dilated-2",
-                "no-head-mix", "per-dim", "dynamic"]
+LIME_ROUTERS = (
+    "static average last-2 first-1 first-1-prev dilated-2 no-head-mix per-dim dynamic".split())
 
 
 def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active():
     assert on_meta("lime", "150m").param_counts()["memory"] == 151_873_872 - 151_862_784
-    tied = make("lime").param_counts()
-    untied = make("lime", tied=False).param_counts()
-    assert tied["active"] == tied["total"]
-    assert untied["active"] == tied["total"] + 32
+    tied, untied = (make("lime", tied=tied).param_counts() for tied in (True, False))
+    assert tied["active"] == tied["total"] == untied["active"] - 32
 
 
 @parametrize("preset, gmacs", [("1b_gqa", 2.265), ("1b_mha", 36.24)])
 def test_lime_routing_costs_what_table_13_says(preset, gmacs):
-    lime = on_meta("lime", preset).flops_per_token()
-    llama = on_meta("lime", preset, router="none").flops_per_token()
-    added = (lime - llama) / 6 * 2048                          # of 2,048 tokens
+    lime, llama = (on_meta("lime", preset, router=router) for router in ("static", "none"))
+    added = (lime.flops_per_token() - llama.flops_per_token()) / 6 * 2048          # of 2,048 tokens
     assert added / 1e9 == approx(gmacs, rel=5e-4)
 
 
-def slow_mixture(model, l, h, x):
-    """{(layer, head): weight} of what head h of layer l reads, where the normed state is x."""
-    c = model.config
-    G = c.n_kv_head
-    restricted = {
-        "last-2": [l - 1, l],
-        "first-1": [0, l],
-        "first-1-prev": sorted({0, l - 1, l}),
-        "dilated-2": [0, 2] if l == 2 else [1],
-    }
-    if l == 0 or c.router == "none":
-        return {(l, h): 1.0}
-    if c.router == "average":
-        return {(m, h): 1 / (l + 1) for m in range(l + 1)}
-    router = model.blocks[l].attn.router
-    if c.router == "no-head-mix":
-        return {(m, h): router.R[h, m] for m in range(l + 1)}
-    R = router.R[..., h, :]                                    # per-dim: (d_h, l G), else (l G,)
-    if c.router == "dynamic":
-        R = R + router.W.view(*router.R.shape, -1)[h] @ x
-    sources = restricted.get(c.router, range(l + 1))
-    columns = [(m, g) for m in sources for g in range(G)]
-    return {source: R[..., column] for column, source in enumerate(columns)}
+def slow_mixture(kind, router, kv, h, buffer):
+    """What head kv reads of the keys or values (T, G, d_h) of the layers so far, where the normed
+    states are h (T, d): (T, d_h)."""
+    if router is None:
+        return buffer[-1][:, kv]
+    sources = torch.stack([buffer[layer] for layer in router.sources], 1)          # (T, n, G, d_h)
+    if kind == "average":
+        return sources[:, :, kv].mean(1)
+    if kind == "no-head-mix":
+        return router.R[kv] @ sources[:, :, kv]
+    R = router.R[..., kv, :]                                   # per-dim: (d_h, n G), else (n G,)
+    if kind == "dynamic":
+        R = R + h[:, None] @ router.W.view(*router.R.shape, -1)[kv].T              # (T, 1, n G)
+    return (sources.flatten(1, 2).mT * R).sum(-1)
+
+
+def plain_attention(q, keys, values, allowed):
+    """q (..., T, d_h), keys and values (..., S, d_h), allowed (T, S) -> (..., T, d_h)"""
+    scores = q @ keys.mT / q.size(-1) ** 0.5
+    return scores.masked_fill(~allowed, -math.inf).softmax(-1) @ values
 
 
 def slow_lime(model, tokens):
-    """LIMe's logits for one text, in loops over layers, heads, positions and sources, from the
-    paper's equations; float64."""
+    """LIMe's logits for one text, head by head, from the paper's equations; float64."""
     c = model.config
-    d_h = c.head_dim
+    T = len(tokens)
+    turn = functools.partial(turned, position=torch.arange(T)[:, None], sign=1, base=c.rope_base)
     x = model.embed.weight[tokens]
-    K = []
-    V = []
-    for l, block in enumerate(model.blocks):
+    K, V = [], []
+    for block in model.blocks:
         W = weights_of(block)
         h = plain_norm(x, c.norm_eps, W["attn_norm"])
-        K.append((h @ W["attn.W_K"].T).view(-1, c.n_kv_head, d_h))                 # eq. 1
-        V.append((h @ W["attn.W_V"].T).view(-1, c.n_kv_head, d_h))
-        y = torch.zeros_like(x)
-        for head in range(c.n_head):
+        K.append((h @ W["attn.W_K"].T).view(T, c.n_kv_head, -1))                   # eq. 1
+        V.append((h @ W["attn.W_V"].T).view(T, c.n_kv_head, -1))
+        y = []
+        for head, q in enumerate((h @ W["attn.W_Q"].T).chunk(c.n_head, 1)):
             kv = head * c.n_kv_head // c.n_head
-            mine = slice(head * d_h, (head + 1) * d_h)
-            keys = []
-            values = []
-            for t in range(len(tokens)):
-                weights = slow_mixture(model, l, kv, h[t])
-                key = sum(w * K[m][t, g] for (m, g), w in weights.items())         # eq. 2
-                value = sum(w * V[m][t, g] for (m, g), w in weights.items())
-                keys.append(turned(key, t, 1, c.rope_base))
-                values.append(value)
-                q = turned(W["attn.W_Q"][mine] @ h[t], t, 1, c.rope_base)
-                y[t, mine] = attention_of(q, torch.stack(keys), torch.stack(values))
-        x = x + y @ W["attn.W_O"].T
+            keys, values = (slow_mixture(c.router, block.attn.router, kv, h, buffer)
+                            for buffer in (K, V))                                  # eq. 2
+            y.append(plain_attention(turn(q), turn(keys), values, torch.ones(T, T).tril().bool()))
+        x = x + torch.cat(y, 1) @ W["attn.W_O"].T
         x = x + plain_swiglu(plain_norm(x, c.norm_eps, W["mlp_norm"]), W)
     return plain_norm(x, c.norm_eps, model.norm.weight) @ model.embed.weight.T
 
@@ -2257,31 +2242,35 @@ def slow_lime(model, tokens):
     "n_head=4 n_kv_head=2 n_embd=16",
     "router=none norm_eps=0.5 rope_base=50.0",
 ])
-def test_lime_equals_its_equations_written_as_loops(switches):
-    fields = dict(n_embd=8, n_inner=8) | typed("lime", switches)
+def test_lime_equals_its_equations_written_head_by_head(switches):
+    model = make("lime", torch.float64, **dict(n_embd=8, n_inner=8) | typed("lime", switches))
     idx = some_tokens(1, 4)
-    model = make("lime", dtype=torch.float64, **fields)
     want = slow_lime(model, idx[0])
     assert_equal_with_gradients(model, model(idx)[0][0], want, idx[0])
     with torch.no_grad():                                      # mixes without checkpoints
         assert_close(model(idx)[0][0].double(), want, atol=2e-5, rtol=1e-5)
 
 
-@parametrize("router, layers", [                   # of layers 2 to 6, counted from 1
-    ("static", "12 123 1234 12345 123456"),
-    ("last-6", "12 123 1234 12345 123456"),
-    ("last-2", "12 23 34 45 56"),
-    ("last-1", "2 3 4 5 6"),
-    ("first-2", "12 123 124 125 126"),
-    ("first-2-prev", "12 123 1234 1245 1256"),
-    ("dilated-2", "2 13 24 135 246"),
-    ("dilated-10", "2 3 4 5 6"),
-])
+@parametrize("router, layers", rows("""
+static          12 123 1234 12345 123456
+average         12 123 1234 12345 123456
+no-head-mix     12 123 1234 12345 123456
+per-dim         12 123 1234 12345 123456
+dynamic         12 123 1234 12345 123456
+last-6          12 123 1234 12345 123456
+last-2          12 23 34 45 56
+last-1          2 3 4 5 6
+first-2         12 123 124 125 126
+first-2-prev    12 123 1234 1245 1256
+dilated-2       2 13 24 135 246
+dilated-10      2 3 4 5 6
+"""))
 def test_lime_layers_of_the_restricted_routers_are_those_of_appendices_f_and_g(router, layers):
+    """Of layers 2 to 6, counted from 1."""
     first, *blocks = make("lime", router=router, n_layer=6).blocks
     assert first.attn.router is None
-    for block, expected in zip(blocks, layers.split(), strict=True):
-        assert [source + 1 for source in block.attn.router.sources] == [int(l) for l in expected]
+    sources = [[layer + 1 for layer in block.attn.router.sources] for block in blocks]
+    assert sources == [[*map(int, expected)] for expected in layers.split()]
 
 
 @parametrize("router, shape", [
@@ -2296,35 +2285,17 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
     mixer = make("lime", router=router, **fields).blocks[7].attn.router
     assert mixer.R.shape == shape
     own = torch.ones(8, 1) if router == "no-head-mix" else torch.eye(8)
-    n_own = own.size(1)
-    assert (mixer.R[..., -n_own:] == own).all()
-    noise = mixer.R[..., :-n_own]
+    noise, start = mixer.R.tensor_split([-own.size(1)], -1)
+    assert (start == own).all()
     bound = math.sqrt(3 / shape[-1])                           # Appendix H
     assert 0.9 * bound < noise.abs().max() <= bound
     assert noise.var().item() == approx(1 / shape[-1], rel=0.35)
-    if router == "dynamic":
-        assert (mixer.W == 0).all()
+    assert router != "dynamic" or (mixer.W == 0).all()
 
 
 def test_lime_routers_can_start_as_nothing_but_noise():
-    R = make("lime", router_init="random", randomize=False, n_head=8, n_layer=8)
-    R = R.blocks[7].attn.router.R
-    assert R[:, -8:].std().item() == approx(1 / 8, rel=0.2)
-
-
-@parametrize("router", LIME_ROUTERS)
-def test_rope_before_or_after_mixing_is_the_same_for_scalar_weights(router):
-    model, x = make("lime", router=router, n_kv_head=2, n_head=4), torch.randn(2, 7, 32)
-    mixer = model.blocks[2].attn.router
-    rotary = model_lime.rotary_tables(torch.rand(4), 3, 7)
-    K = [torch.randn(2, 7, 2, 8) for _ in range(3)]
-    turned_K = [model_lime.rotate(k, rotary) for k in K]
-    after = model_lime.rotate(mixer([(k, k) for k in K], x)[0], rotary)
-    before = mixer([(k, k) for k in turned_K], x)[0]
-    if router == "per-dim":
-        assert (after - before).abs().max() > 0.1
-    else:
-        assert_close(before, after)
+    model = make("lime", router_init="random", randomize=False, n_head=8, n_layer=8)
+    assert model.blocks[7].attn.router.R[:, -8:].std().item() == approx(1 / 8, rel=0.2)
 
 
 def saved_bytes(model, idx):
@@ -2346,9 +2317,9 @@ def saved_bytes(model, idx):
 
 def bytes_that_routing_keeps(router, L):
     fields = dict(randomize=False, n_layer=L, n_embd=16, n_inner=16)
-    idx = some_tokens(2, 64)
-    lime = saved_bytes(make("lime", router=router, **fields), idx)
-    return lime - saved_bytes(make("lime", router="none", **fields), idx)
+    lime, llama = (saved_bytes(make("lime", router=kind, **fields), some_tokens(2, 64))
+                   for kind in (router, "none"))
+    return lime - llama
 
 
 @parametrize("router", [r for r in LIME_ROUTERS if r != "dynamic"])
@@ -2357,8 +2328,7 @@ def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
     kept = bytes_that_routing_keeps(router, 16)
     assert 0.3 * buffer < kept <= 1.1 * buffer
     if router in ("static", "per-dim"):                        # linear in depth
-        twice = bytes_that_routing_keeps(router, 32)
-        four_times = bytes_that_routing_keeps(router, 64)
+        twice, four_times = (bytes_that_routing_keeps(router, L) for L in (32, 64))
         assert four_times <= 1.1 * 4 * buffer
         assert four_times - twice == approx(2 * (twice - kept), rel=0.05)
 
@@ -2366,15 +2336,12 @@ def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
 @slow
 def test_lime_compiles_without_graph_breaks_and_keeps_its_memory_bound():
     idx = some_tokens(4, 64)
-    lime = make("lime", n_layer=6)
-    llama = make("lime", n_layer=6, router="none")
+    lime, llama = (make("lime", n_layer=6, router=router) for router in ("static", "none"))
     want = torch.autograd.grad(lime(idx, idx)[1], list(lime.parameters()))
-    kept = saved_bytes(torch.compile(lime, fullgraph=True), idx)
-    plain = saved_bytes(torch.compile(llama, fullgraph=True), idx)
-    buffer = 2 * 6 * 256 * 32 * 4
-    assert kept - plain <= 1.1 * buffer
-    for p, grad in zip(lime.parameters(), want):
-        assert_close(p.grad, grad, atol=1e-4, rtol=1e-3)
+    kept, plain = (
+        saved_bytes(torch.compile(net, fullgraph=True), idx) for net in (lime, llama))
+    assert kept - plain <= 1.1 * 2 * 6 * 256 * 32 * 4          # times the buffer
+    assert_close([p.grad for p in lime.parameters()], [*want], atol=1e-4, rtol=1e-3)
 
 
 @parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
@@ -2383,28 +2350,25 @@ def test_lime_compiles_without_graph_breaks_and_keeps_its_memory_bound():
 def test_lime_routers_learn_and_decay_as_they_are_told_to(switches, lr, decay):
     model = make("lime", router_lr=lr, router_decay=decay, **typed("lime", switches))
     for name, group in groups_by_name(model, "adamw", 1e-3, 0.1):
-        still = ("embed", "head", "norm", "static", ".router.")
-        want = (1e-3, 0.0 if any(part in name for part in still) else 0.1)
+        still = re.search(r"embed|head|norm|static|\.router\.", name)
+        want = (1e-3, 0.0 if still else 0.1)
         if name.endswith("router.R"):
             want = (1e-3 * lr, decay)
         elif name.endswith("router.W"):
             want = (1e-4 * lr, 0.0)
         assert (group["lr"], group["weight_decay"]) == approx(want), name
-    for name, module in model.named_modules():
-        if ".router" in name:
-            assert not isinstance(module, torch.nn.Linear), "--optimizer=muon takes those"
+    linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert ".router" not in " ".join(linear), "--optimizer=muon takes those"
 
 
 def test_lime_inspect_is_the_heat_map_of_figures_5_and_9():
-    idx = some_tokens(1, 5)
     model = make("lime", randomize=False, router="last-2")
     R = torch.tensor([[3.0, -1, 0, 4], [0, 2, 1, 1]])          # two heads each of layers 2 and 3
     model.blocks[2].attn.router.R.data.copy_(R)
-    grid, axes = model.inspect(idx)["router"]
+    grid, axes = model.inspect(some_tokens(1, 5))["router"]
     assert axes == ("layer", "head", "source")
-    assert grid[0].tolist() == [[1, 0, 0], [1, 0, 0]]
-    mean = 6                                                   # of the heads' 8 and 4
-    assert_close(grid[2], torch.tensor([[0, 4.0, 4], [0, 2, 2]]) / mean)
+    assert grid[0].tolist() == [[1, 0, 0]] * 2
+    assert_close(6 * grid[2], torch.tensor([[0, 4.0, 4], [0, 2, 2]]))      # the heads' mean
 
 
 def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
@@ -2420,7 +2384,7 @@ def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
     assert len(layers) == 6
     for number, layer in enumerate(layers):
         alpha = torch.cat((torch.eye(4)[:, [number % 4]], torch.eye(4)), 1)
-        assert torch.equal(layer.static_alpha.float(), alpha)
+        assert_close(layer.static_alpha.float(), alpha, rtol=0, atol=0)
         assert layer.static_beta.tolist() == [1] * 4
         assert layer.alpha_scale.item() == layer.beta_scale.item() == approx(0.01)
 
@@ -2440,34 +2404,15 @@ def test_a_hyper_connection_equals_its_equations():
 def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
     idx = some_tokens()
     start = make("lime", baseline="denseformer", randomize=False)
-    plain = make("lime", router="none", randomize=False)
-    assert_close(start(idx)[0], plain(idx)[0])
+    assert_close(start(idx)[0], make("lime", router="none", randomize=False)(idx)[0])
     model = make("lime", baseline="denseformer")
-    theta = model_lime.rotary_frequencies(model.config, "cpu")
-    rotary = model_lime.rotary_tables(theta, 0, 12)
-    X = [model.embed(idx)]
-    Y = X[0]
-    for number, block in enumerate(model.blocks):
+    rotary = model_lime.rotary_tables(model_lime.rotary_frequencies(model.config, "cpu"), 0, 12)
+    Y = model.embed(idx)
+    X = [Y]
+    for block in model.blocks:
         X.append(model_lime.Block.forward(block, Y, rotary, [], None))
-        Y = sum(block.alpha[j] * X[j] for j in range(number + 2))
-        assert len(block.alpha) == number + 2
+        Y = sum(alpha * x for alpha, x in zip(block.alpha, X, strict=True))
     assert_close(model(idx)[0], model.logits(model.norm(Y)))
-
-
-@parametrize("fields, message", [
-    (dict(n_embd=30), r"n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head"),
-    (dict(n_kv_head=3), "n_head=4, n_kv_head=3"),
-    (dict(n_inner=0), "n_inner=0"),
-    (dict(router_init="zero"), "router_init='zero': choose identity or random"),
-    (dict(baseline="dense"), "baseline='dense': choose denseformer or hyper"),
-    (dict(baseline="hyper", router="static"),
-     "baseline='hyper', router='static': a baseline goes without a router"),
-    *[(dict(router=router), f"router='{router}': choose one of none, static, last-j") for router in
-      ("dynamik", "last", "last-0", "last-j", "last-2-3", "static-2", "none-2")],
-])
-def test_lime_config_errors(fields, message):
-    with pytest.raises(ValueError, match=message):
-        model_lime.Config(**{"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 61, **fields})
 
 
 def test_lime_config_fills_in_what_is_automatic():
@@ -2832,37 +2777,6 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     times = [(uses == n).sum() / n_slots for n in range(4)]
     assert_close(seen["use"][:3], torch.stack((times[0], times[1], times[2] + times[3])))
     assert seen["dead"] == seen["use"][0] and len(seen["use"]) == 12
-
-
-@parametrize("fields, message", [
-    (dict(memory="mem"), "memory='mem': choose one of none, ultramemv2, ultramem"),
-    (dict(n_head=5), "n_embd=64, n_head=5"),
-    (dict(memory_layers="0,4"), "memory_layers='0,4': give different blocks from 0 to 3"),
-    (dict(memory_layers="2:1"), "memory_layers"),
-    (dict(memory_layers="x"), "'x'"),
-    (dict(memory_layers="0:2/1:2"), "memory_layers"),
-    (dict(share="ring:5"), "share='ring:5'"),
-    (dict(share="block:3"), "a divisor"),
-    (dict(virtual=3), "virtual=3, projectors=1: give a square, and 1 or as many"),
-    (dict(virtual=4, projectors=2), "1 or as many"),
-    (dict(init="x"), "init='x': choose published or appendix"),
-    (dict(memory="pkm", share="ring:2"), "memory='pkm', share='ring:2': must be ''"),
-    (dict(memory="pkm", pre_value_dim=4), "pre_value_dim=4"),
-    (dict(memory="ultramem", init="appendix"), "init='appendix'"),
-    (dict(memory="moe", init="appendix"), "choose published or ffn"),
-    (dict(memory="moe", sparse_memory=True), "sparse_memory=True"),
-    (dict(memory="moe", value_lr=4.0), "value_lr=4.0"),
-    (dict(memory="moe", top_k=65), "top_k=65"),
-    (dict(memory="moe", memory_layers="0:1"), "memory_layers='0:1'"),
-    (dict(key_dim=4000), "n_inner=-.*make the memory smaller"),
-    (dict(memory="none", n_inner=0), "n_inner=0"),
-    (dict(heads=0), "heads=0: must be at least 1"),
-    (dict(value_lr_until=0.0), "value_lr_until=0.0"),
-])
-def test_ultramem_config_errors(fields, message):
-    shape = dict(n_layer=4, n_head=4, n_embd=64, vocab_size=61)
-    with pytest.raises(ValueError, match=message):
-        model_ultramem.Config(**{**shape, **fields})
 
 
 # ================================================================ model_midus.py: MIDUS-HML
@@ -3745,22 +3659,58 @@ def test_hiermem_a_start_keeps_what_the_blocks_were_trained_with(have, fields, m
         model_hiermem.start("anchor", {"model_config": config, "model": {}}, fields)
 
 
-@parametrize("fields, message", [
-    (dict(clusters="8,8", ranks="4"), "clusters='8,8', ranks='4': a rank for each level"),
-    (dict(clusters="a"), "clusters='a': a factor of 2 or more"),
-    (dict(clusters="8,1"), "clusters='8,1': a factor of 2 or more"),
-    (dict(memory="moe"), "memory='moe': choose none, ffn"),
-    (dict(memory="none", frozen=True), "nothing is left to train"),
-    (dict(n_head=3, n_kv_head=2), "n_head must be a multiple of n_kv_head"),
-    (dict(eot=61), "eot=61, vocab_size=61: eot must be a token"),
-    (dict(generic=2.0), "generic=2.0: must be between 0 and 1"),
-    (dict(memory_layers="top"), "memory_layers='top': choose all, early"),
-    (dict(memory_lr=0.0), "memory_lr=0.0: must be positive"),
-    (dict(bank_device="gpu"), "bank_device='gpu': choose device or cpu"),
-], ids=str)
-def test_hiermem_config_errors(fields, message):
+@parametrize("name, flags, message", rows("""
+lime        n_embd=34               n_embd=34, n_head=2: n_embd must be a multiple of 2*n_head
+lime        n_kv_head=3             n_head=2, n_kv_head=3
+lime        n_inner=0               n_inner=0
+lime        router_init=zero        router_init='zero': choose identity or random
+lime        baseline=dense          baseline='dense': choose denseformer or hyper
+lime        baseline=hyper router=static    a baseline goes without a router
+lime        router=dynamik          router='dynamik': choose one of none, static, last-j
+lime        router=last             router='last'
+lime        router=last-0           router='last-0'
+lime        router=last-j           router='last-j'
+lime        router=last-2-3         router='last-2-3'
+lime        router=static-2         router='static-2'
+lime        router=none-2           router='none-2'
+ultramem    memory=mem              memory='mem': choose one of none, ultramemv2, ultramem
+ultramem    n_head=5                n_embd=32, n_head=5
+ultramem    memory_layers=0,3       memory_layers='0,3': give different blocks from 0 to 2
+ultramem    memory_layers=2:1       memory_layers='2:1': give different
+ultramem    memory_layers=x         'x'
+ultramem    memory_layers=0:2/1:2   memory_layers='0:2/1:2': give different
+ultramem    share=ring:5            share='ring:5'
+ultramem    share=block:2           a divisor
+ultramem    virtual=3               virtual=3, projectors=1: give a square, and 1 or as many
+ultramem    virtual=4 projectors=2  1 or as many
+ultramem    init=x                  init='x': choose published or appendix
+ultramem    memory=pkm share=ring:2         memory='pkm', share='ring:2': must be ''
+ultramem    memory=pkm pre_value_dim=4      pre_value_dim=4
+ultramem    memory=ultramem memory_layers=all init=appendix     init='appendix'
+ultramem    memory=moe init=appendix        choose published or ffn
+ultramem    memory=moe sparse_memory=True   sparse_memory=True
+ultramem    memory=moe value_lr=4.0         value_lr=4.0
+ultramem    memory=moe top_k=65             top_k=65
+ultramem    memory=moe memory_layers=0:1    memory_layers='0:1'
+ultramem    key_dim=4000            make the memory smaller
+ultramem    memory=none n_inner=0   n_inner=0
+ultramem    heads=0                 heads=0: must be at least 1
+ultramem    value_lr_until=0.0      value_lr_until=0.0
+hiermem     clusters=8,8 ranks=4    clusters='8,8', ranks='4': a rank for each level
+hiermem     clusters=a              clusters='a': a factor of 2 or more
+hiermem     clusters=8,1            clusters='8,1': a factor of 2 or more
+hiermem     memory=moe              memory='moe': choose none, ffn
+hiermem     memory=none frozen=True         nothing is left to train
+hiermem     n_head=3 n_kv_head=2    n_head must be a multiple of n_kv_head
+hiermem     eot=61                  eot=61, vocab_size=61: eot must be a token
+hiermem     generic=2.0             generic=2.0: must be between 0 and 1
+hiermem     memory_layers=top       memory_layers='top': choose all, early
+hiermem     memory_lr=0.0           memory_lr=0.0: must be positive
+hiermem     bank_device=gpu         bank_device='gpu': choose device or cpu
+"""))
+def test_config_errors(name, flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        model_hiermem.Config(**{**SIZE, **fields})
+        sample.load_module(name).Config(**SIZE | typed(name, flags))
 
 
 # ================================================================ train.py
