@@ -3065,23 +3065,19 @@ def test_midus_methods_refuse_what_they_cannot_fill(method, n_layer, inserted):
 
 def midus_start(model, **fields):
     ckpt = {"model_config": vars(model.config), "model": model.state_dict()}
-    found = model_midus.start("here", ckpt, fields)
-    started = model_midus.Model(model_midus.Config(**found["model_config"]))
-    started.load_state_dict(found["model"])
-    return started.eval()
+    return model_midus.start("here", ckpt, fields)["model_config"]
 
 
-@torch.no_grad()
 def test_midus_start_grows_a_base_once():
-    base, idx = midus_base().eval(), some_tokens(2, 14)
+    base = midus_base()
     grown = midus_start(base, upscale="midus", phase="cpt", n_keys=3, block_size=8, n_layer=-1)
-    again = midus_start(grown, phase="sft", upscale="midus")   # the same model, all of it trains
     wanted = vars(base.config) | dict(upscale="midus", n_keys=3, block_size=8, inserted=3)
-    assert vars(grown.config) == wanted | dict(phase="cpt")
-    assert vars(again.config) == wanted | dict(phase="sft")
-    assert torch.equal(again(idx)[0], base(idx)[0])
+    assert grown == wanted | dict(phase="cpt")
+    model = model_midus.Model(model_midus.Config(**grown))
+    again = midus_start(model, phase="sft", upscale="midus")   # the same model, all of it trains
+    assert again == wanted | dict(phase="sft")
     with pytest.raises(ValueError, match="already deeper"):
-        model_midus.upscale(grown)
+        model_midus.upscale(model)
 
 
 @parametrize("make_model, flags, message", [
@@ -3728,11 +3724,11 @@ def test_a_second_ctrl_c_stops_at_once(tiny, monkeypatch):
         run["interrupted"](signal.SIGTERM, None)
 
 
-def start_train(*flags, launcher=(), **options):
+def start_train(*flags, launcher=(), preexec_fn=None, **more):
     """train.py as a process of its own, its output in one pipe."""
-    command = [sys.executable, *launcher, str(ROOT / "train.py"), *map(str, flags)]
+    command = [sys.executable, *launcher, str(ROOT / "train.py"), *as_flags(flags, more)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"}, **options)
+                            env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=preexec_fn)
 
 
 @slow
@@ -3743,7 +3739,7 @@ def test_sigkill_at_random_moments_loses_nothing(text_folder, tmp_path):
     rng = random.Random(0)
     for _ in range(5):
         again = ["--init_from=resume"] if (part / "ckpt.pt").exists() else []
-        process = start_train(*flags, f"--out_dir={part}", *again)
+        process = start_train(*flags, *again, out_dir=part)
         for _ in range(rng.randint(8, 40)):                    # so many lines of output
             process.stdout.readline()
         time.sleep(rng.random() * 0.05)                        # and a little longer
@@ -3765,14 +3761,13 @@ def test_ctrl_c_at_start_up_leaves_no_traceback():
         assert "Traceback" not in said and process.returncode in (-signal.SIGINT, 130, 0), said
 
 
-def test_a_full_disk_keeps_the_earlier_checkpoint(tiny, tmp_path):
+def test_a_full_disk_keeps_the_earlier_checkpoint(tiny, text_folder, tmp_path):
     """A limit on the size of files does as well: one line, and nothing is left behind."""
     import resource
-    run = tiny("--max_iters=2 --eval_interval=2")
+    tiny("--max_iters=2 --eval_interval=2")
     process = start_train(
-        f"--dataset={run['dataset']}", f"--out_dir={tmp_path}", "--init_from=resume",
-        "--max_iters=4", preexec_fn=lambda: (
-            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))))
+        "--init_from=resume", "--max_iters=4", dataset=text_folder, out_dir=tmp_path,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)))
     said, _ = process.communicate()
     last = said.splitlines()[-1]
     assert process.returncode == 1 and "Traceback" not in said, said
@@ -3796,9 +3791,15 @@ def test_micro_batches_do_not_change_a_run(tiny, tmp_path):
     assert run["config"]["batch_size"] == 2
 
 
-def torchrun(*flags, **options):
+def torchrun(*flags, **more):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return start_train(*TINY, *flags, launcher=launcher, **options)
+    return start_train(*TINY, *flags, launcher=launcher, **more)
+
+
+def torchrun_to_its_end(*flags, **more):
+    process = torchrun(*flags, **more)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
 
 
 @slow
@@ -3806,30 +3807,26 @@ def torchrun(*flags, **options):
 def test_two_processes_equal_one(sparse, text_folder, tmp_path):
     """DDP over gloo: step 1's gradients within 1e-5, ten AdamW steps within 1e-3. After one step
     Adam's first moment is (1 - beta1) * gradient."""
-    flags = [f"--dataset={text_folder}", "--optimizer=adamw", "--beta1=0.5",
-             f"--sparse_memory={sparse}", "--batch_size=1"]
     for steps, tolerance in ((1, 5e-3), (10, 1e-3)):
-        train(*TINY, *flags, out_dir=tmp_path / "one", max_iters=steps)
-        process = torchrun(*flags, f"--out_dir={tmp_path / 'two'}", f"--max_iters={steps}")
-        said, _ = process.communicate()
-        assert process.returncode == 0, said
-        one, two = load_ckpt(tmp_path / "one"), load_ckpt(tmp_path / "two")
-        assert_close(two["model"], one["model"], atol=tolerance, rtol=0)
-        if steps == 1:
-            moments = [[state["exp_avg"] for o in run["optimizers"]
-                        for state in o["state"].values()] for run in (one, two)]
-            assert_close(*moments, atol=5e-6, rtol=0)
-        vals = [log_of(tmp_path / run, "val_loss")[steps] for run in ("one", "two")]
-        assert vals[0] == approx(vals[1], abs=1e-3)
+        found = []
+        for run in (functools.partial(train, *TINY), torchrun_to_its_end):
+            run("--optimizer=adamw", "--beta1=0.5", "--batch_size=1", sparse_memory=sparse,
+                dataset=text_folder, out_dir=tmp_path, max_iters=steps)
+            ckpt = load_ckpt(tmp_path)
+            moments = [state["exp_avg"] for o in ckpt["optimizers"] for state in o["state"].values()
+                       if steps == 1]
+            found.append((ckpt["model"], moments, log_of(tmp_path, "val_loss")[steps]))
+        (one, moments, loss), (two, other_moments, other_loss) = found
+        assert_close(two, one, atol=tolerance, rtol=0)
+        assert_close(other_moments, moments, atol=5e-6, rtol=0)
+        assert other_loss == approx(loss, abs=1e-3)
 
 
 @slow
 def test_two_processes_compile_and_train_row_sparse_tables(text_folder, tmp_path):
     """DDP ignores these tables by their names in the model that it wraps: it is wrapped first."""
-    process = torchrun(f"--dataset={text_folder}", f"--out_dir={tmp_path}", "--compile=1",
-                       "--sparse_memory=True", "--batch_size=2", "--max_iters=2")
-    said, _ = process.communicate()
-    assert process.returncode == 0, said
+    torchrun_to_its_end("--compile=1", "--sparse_memory=True", "--batch_size=2", "--max_iters=2",
+                        dataset=text_folder, out_dir=tmp_path)
     assert log_of(tmp_path)[2] < log_of(tmp_path)[1]
 
 
@@ -3838,13 +3835,13 @@ def test_an_interrupted_torchrun_saves_and_goes_on_exactly(text_folder, tmp_path
     flags = [f"--dataset={text_folder}", "--max_iters=60", "--eval_interval=60",
              "--optimizer=adamw"]
     whole, part = tmp_path / "whole", tmp_path / "part"
-    assert torchrun(*flags, f"--out_dir={whole}").wait() == 0
-    process = torchrun(*flags, f"--out_dir={part}")
+    torchrun_to_its_end(*flags, out_dir=whole)
+    process = torchrun(*flags, out_dir=part)
     for line in process.stdout:
         if re.match(" +5/60 loss", line):
             process.send_signal(signal.SIGTERM)
     assert process.wait() != 0 and 5 <= load_ckpt(part)["step"] < 60
-    assert torchrun(*flags, f"--out_dir={part}", "--init_from=resume").wait() == 0
+    torchrun_to_its_end(*flags, "--init_from=resume", out_dir=part)
     assert log_of(part) == log_of(whole)
 
 
