@@ -53,9 +53,9 @@ tuned = {                       # at scale cpu; the best of which_rates.py so fa
     "MIDUS base": dict(learning_rate=54e-3),
 }
 bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
-times = {                       # a step's, its baseline's 1: results/step_time-cpu.jsonl
+times = {                       # a step's on a CPU, its baseline's 1: results/step_time-cpu.jsonl
     "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 2.34, "HierMem": 1.10,
-    "MIDUS": 0.78, "HierMem post-hoc": 0.59,    # in fp32: results/before/which_memory-cpu-cost.json
+    "MIDUS": 1.02, "HierMem post-hoc": 0.76,
 }
 models = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
 for path in sorted(run.ROOT.glob("model_*.py")):                # and your own
@@ -154,7 +154,8 @@ def costs(rows, scale, titles, ratios):
         peaks = []
         for seed, row in rows[title].items():
             peaks.append(row["peak_memory_mb"] / rows[baseline[title]][seed]["peak_memory_mb"])
-        ratios[title] = dict(step=step_ratio(title, scale, keys),
+        step = times.get(title) if device == "cpu" else None
+        ratios[title] = dict(step=step or step_ratio(title, scale, keys),
                              decode=decode_ratio(title, scale, device), memory=mean(peaks))
         print(title, ratios[title], flush=True)
     machine = f"{rows['MoVE'][0]['device']}, {torch.get_num_threads()} threads"
@@ -270,7 +271,7 @@ def finish(rows, scale):
     """After the runs: what has no costs yet is measured, then this length's table and pictures,
     and those of all lengths."""
     stem = run.ROOT / "experiments" / "results" / f"which_memory-{scale}"
-    file = Path(f"{stem}-cost.json")
+    file = stem.with_name(f"which_memory-{scale.partition('_')[0]}-cost.json")   # at any length
     measured = json.loads(file.read_text()) if file.exists() else {"ratios": {}}
     ready = [title for title in memories if 0 in rows[title] and 0 in rows[baseline[title]]]
     missing = [title for title in ready if title not in measured["ratios"]
