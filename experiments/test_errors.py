@@ -37,7 +37,8 @@ def outcome(program, argv, home):
     with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch, \
             warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        for kind in (DeprecationWarning, ResourceWarning):     # files are closed at the end
+            warnings.filterwarnings("ignore", category=kind)
         patch.chdir(home)
         patch.setattr(prepare_fineweb, "lock",
                       lambda *given, **more: locks.enter_context(lock(*given, **more)))
