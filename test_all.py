@@ -3963,6 +3963,8 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(
     assert log_of(tmp_path / "new", "val_loss")[0] == approx(before, abs=1e-5)
     for flag, message in (("--depth=2", "has n_layer=1"), ("--memory=lave", "has memory=move")):
         start(flag, out_dir=tmp_path / "x", expect=message)
+    for begin in ("scratch", tmp_path / "narrow"):             # the width goes before the depth's
+        tiny("--n_embd=32 --max_iters=1", init_from=begin, out_dir=tmp_path / "narrow")
 
 
 def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(

@@ -225,7 +225,8 @@ elif init_from == "scratch":
     model_config = configured(**{"block_size": size, "vocab_size": meta["vocab_size"], **fields})
 else:
     if preset or "depth" in given:
-        fields |= dict(n_layer=configured().n_layer, n_embd=configured().n_embd)
+        dial = configured()
+        fields = {"n_layer": dial.n_layer, "n_embd": dial.n_embd, **fields}
     with reading(init_from):
         ckpt = load_start(init_from, module, fields)
         model_config = module.Config(**ckpt["model_config"])

@@ -51,6 +51,10 @@ tuned = {                       # at scale cpu; the best of which_rates.py so fa
     "UltraMemV2": dict(learning_rate=36e-4),
     "HierMem": dict(learning_rate=45e-3),
     "MIDUS base": dict(learning_rate=54e-3),
+    "MIDUS base continued": dict(learning_rate=15e-4),          # the others start from these bases
+    "MIDUS": dict(learning_rate=6e-3),
+    "HierMem dense continued": dict(learning_rate=5e-3),
+    "HierMem post-hoc": dict(learning_rate=5e-3, memory_lr=1 / 3),
 }
 bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
 times = {                       # a step's on a CPU, its baseline's 1: results/step_time-cpu.jsonl
@@ -84,15 +88,16 @@ for title, name in models.items():
     variants[f"{title} dense"] = (dict(keys, dense=True), None)
     variants[title] = (dict(keys, **memory), None)
     baseline[title] = f"{title} dense"
-midus = dict(model="midus", init_from="@MIDUS base", phase="cpt", **untuned)
-hiermem = dict(model="hiermem", init_from="@HierMem dense", **untuned)
-variants.update({
-    "MIDUS base": (dict(keys_of("MIDUS base", "midus"), dense=True), None),
-    "MIDUS base continued": (dict(midus, upscale="base"), None),        # all at the recipes' rates
-    "MIDUS": (dict(midus, upscale="midus"), None),
-    "HierMem dense continued": (dict(hiermem, dense=True), None),
-    "HierMem post-hoc": (dict(hiermem, memory="ffn", frozen=True), None),
-})
+started = {
+    "MIDUS base": dict(dense=True),
+    "MIDUS base continued": dict(init_from="@MIDUS base", phase="cpt", upscale="base"),
+    "MIDUS": dict(init_from="@MIDUS base", phase="cpt", upscale="midus"),
+    "HierMem dense continued": dict(init_from="@HierMem dense", dense=True),
+    "HierMem post-hoc": dict(init_from="@HierMem dense", memory="ffn", frozen=True),
+}
+for title, keys in started.items():
+    name = "midus" if title.startswith("MIDUS") else "hiermem"
+    variants[title] = (dict(keys_of(title, name), **keys), None)
 baseline.update({
     "MIDUS": "MIDUS base continued", "MIDUS base continued": "MIDUS base",
     "HierMem post-hoc": "HierMem dense continued", "HierMem dense continued": "HierMem dense",

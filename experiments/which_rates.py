@@ -32,8 +32,8 @@ def add(title, first, rate, **keys):
 for title, rate in recipes.items():
     for factor in (3, 9, 27):
         add(title, f"{title} {3 * rate:.2g}", factor * rate, dense=True)
-for title in ("LIMe", "MIDUS base"):                            # the best was the highest
-    add(title, f"{title} {3 * recipes[title]:.2g}", 81 * recipes[title], dense=True)
+for title, factor in (("LIMe", 81), ("MIDUS base", 81), ("MIDUS base", 243)):
+    add(title, f"{title} {3 * recipes[title]:.2g}", factor * recipes[title], dense=True)
 for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
 for rate in (1e-3, 3e-3, 1e-2):
