@@ -45,16 +45,16 @@ cpu_16M = dict(shape, max_iters=3840, eval_interval=480)
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, sample_tokens=0)
 lengths = dict(cpu=cpu, cpu_4M=cpu_4M, cpu_16M=cpu_16M, gpu=gpu)
 untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's other rates
-tuned = {                       # at scale cpu; the best of which_rates.py so far
+tuned = {                       # on a CPU: the best of which_rates.py
     "MoVE": {},
     "LIMe": dict(learning_rate=81e-3, router_lr=1e-2 / 81e-3),
     "UltraMemV2": dict(learning_rate=36e-4),
     "HierMem": dict(learning_rate=45e-3),
-    "MIDUS base": dict(learning_rate=54e-3),
-    "MIDUS base continued": dict(learning_rate=15e-4),          # the others start from these bases
-    "MIDUS": dict(learning_rate=6e-3),
-    "HierMem dense continued": dict(learning_rate=5e-3),
-    "HierMem post-hoc": dict(learning_rate=5e-3, memory_lr=1 / 3),
+    "MIDUS base": dict(learning_rate=162e-3),
+    "MIDUS base continued": dict(learning_rate=135e-4),
+    "MIDUS": dict(learning_rate=18e-3),
+    "HierMem dense continued": dict(learning_rate=15e-3),
+    "HierMem post-hoc": dict(learning_rate=15e-3, memory_lr=1 / 3),
 }
 bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
 times = {                       # a step's on a CPU, its baseline's 1: results/step_time-cpu.jsonl

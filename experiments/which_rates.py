@@ -38,7 +38,7 @@ for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
 for rate in (1e-3, 3e-3, 1e-2):
     add(f"LIMe routers {rate:.2g} at", "LIMe 0.081", 0.081, router_lr=rate / 0.081)
-for part in (1, 3, 9):
+for part in (1, 3, 9, 27):
     add(f"HierMem memory 1/{part} at", "HierMem 0.045", 0.045, memory_lr=1 / part)
 for factor in (1, 3, 9):
     add("MIDUS base continued", "MIDUS base 0.054", factor * 15e-4,
