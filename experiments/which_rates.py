@@ -4,9 +4,10 @@ quarter of its next length, one seed.
 A comparison of memories is one of tuned models, or it compares luck with rates. All rates are those
 of what Muon does not take; the first ones are the papers' (LIMe's: 1e-3) times 3, 9 and 27, and 81
 where 27 was best. They are constant until they fall to zero over the last 40%, as in MoVE's recipe,
-whose own rates are nanochat's and were not tuned. UltraMemV2's memory learns at this rate, too, and
-has rows of its own; LIMe's routers have a rate of their own and HierMem's bank a fraction. So has
-what starts from a trained baseline, the best one.
+in which one rate moves all, Muon's too: nanochat's, a third of it and three times it. The memories
+of MoVE and UltraMemV2 learn at this rate, too, and have rows of their own; LIMe's routers have a
+rate of their own and HierMem's bank a fraction. So has what starts from a trained baseline, the
+best one.
 """
 from experiments.which_memory import cpu, gpu, models, prepare
 
@@ -14,7 +15,7 @@ model = "move"
 metric = "val_bpb"
 seeds = 1
 gpu = dict(gpu, max_iters=200)
-recipes = {"LIMe": 3e-3, "UltraMemV2": 4e-4, "HierMem": 5e-3, "MIDUS base": 2e-3}
+recipes = {"LIMe": 3e-3, "UltraMemV2": 4e-4, "HierMem": 5e-3, "MIDUS base": 2e-3, "MoVE": 2e-2 / 9}
 variants = {}
 baseline = {}
 
@@ -36,6 +37,7 @@ for title, factor in (("LIMe", 81), ("MIDUS base", 81), ("MIDUS base", 243)):
     add(title, f"{title} {3 * recipes[title]:.2g}", factor * recipes[title], dense=True)
 for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
+    add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
 for rate in (1e-3, 3e-3, 1e-2):
     add(f"LIMe routers {rate:.2g} at", "LIMe 0.081", 0.081, router_lr=rate / 0.081)
 for part in (1, 3, 9, 27):
