@@ -115,14 +115,14 @@ def plan(opt, flags, data_id):
 def run_by_turns(runs, metric):
     for run in runs:
         if not run.result():                                    # from the start
-            (runner.ROOT / run.folder / "ckpt.pt").unlink(missing_ok=True)
+            (ROOT / run.folder / "ckpt.pt").unlink(missing_ok=True)
         failed = runner.run_all([run], runner.Options(), metric, lambda: None, set())
         need(not failed, f"the run failed: its last lines are above, all in {run.folder}/train.log")
 
 
 def seconds_in_all(run):
     """From the start of the process to its result."""
-    folder = runner.ROOT / run.folder
+    folder = ROOT / run.folder
     return (folder / "result.json").stat().st_mtime - (folder / "flags.txt").stat().st_mtime
 
 
@@ -152,7 +152,7 @@ def ratios(row):
 
 
 def read_rows():
-    file = runner.results_file("speedrun", "cpu").with_name("speedrun.jsonl")
+    file = ROOT / "experiments/results/speedrun.jsonl"
     rows = []
     if file.exists():
         with reading(file):

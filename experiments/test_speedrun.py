@@ -54,6 +54,7 @@ def track(lab, monkeypatch):
         subprocess.run(["git", *command.split()], check=True)
     (lab / "text").mkdir()
     write_data_id(lab, "data")
+    monkeypatch.setattr(speedrun, "ROOT", lab)
     monkeypatch.setattr(speedrun, "TRACKS", {"cpu": TOY})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return lab
