@@ -4,11 +4,11 @@
     python experiments/speedrun.py --track=cpu --batch_tokens=8192 --note="batch of 8,192"
     python experiments/speedrun.py board                                         # the board again
 
-An entry is train.py's --key=value, or none. Three seeds are run, by turns with the track's dense
-baseline, and judged by the end of the whole schedule. Who is below the mark in the mean, in a
-smaller part of the baseline's time than the last record on the same data, gets a row in
-results/speedrun.jsonl, from which the board is made. A run that was stopped begins anew, since its
-clock would have a gap; finished ones are kept in out/ until flags, code or data change.
+An entry is train.py's --key=value. Three seeds are run, by turns with the track's dense baseline,
+and judged by the end of the whole schedule. Who is not above the mark in the mean, and in less of
+the baseline's time than the last record on the same data, gets a row in results/speedrun.jsonl,
+from which the board is made. A try runs no baseline. A run that was stopped begins anew, since its
+clock would have a gap; the same command skips those that have finished.
 """
 import hashlib
 import json
@@ -41,7 +41,7 @@ class Track:
     tokenizer: str
     fixed: dict             # keys of train.py that are the same for all
     baseline: dict          # what is run beside every entry
-    aim: str
+    aim: str                # a sentence for the board
     threads: int = 0        # of a CPU
 
 
@@ -98,14 +98,18 @@ def model_of(flags):
 
 
 def plan(opt, flags, data_id):
-    """Entry and baseline, seed by seed, in a folder that other flags, code or data do not share."""
+    """Entry and baseline, seed by seed; a try's entry alone. Other flags, code, data or number of
+    seeds have another folder."""
     track = TRACKS[opt["track"]]
     code = [runner.source_hash(name) for name in (model_of(flags), track.baseline["model"])]
-    name = hashlib.sha256(repr([flags, track, code, data_id]).encode()).hexdigest()[:8]
-    pair = {"entry": flags, "baseline": as_flags(track.baseline)}
+    same = repr([flags, track, code, data_id, opt["seeds"]])
+    name = hashlib.sha256(same.encode()).hexdigest()[:8]
+    sides = {"entry": flags}
+    if opt["seeds"] == 3:
+        sides["baseline"] = as_flags(track.baseline)
     runs = []
     for seed in range(opt["seeds"]):
-        for side, own in pair.items():
+        for side, own in sides.items():
             folder = f"{opt['out']}/speedrun-{opt['track']}/{name}/{side}/s{seed}"
             fixed = as_flags({**track.fixed, "seed": seed})
             runs.append(runner.Run(side, seed, folder, [*own, *fixed]))
@@ -134,6 +138,8 @@ def row_of(opt, flags, runs):
     results = [run.result() for run in entries]
     beside = [run.result() for run in runs if run.name == "baseline"]
     last = results[-1]
+    changed = any(result["source_hash"] != last["source_hash"] for result in results)
+    need(not changed, f"the code changed while it ran: remove {entries[0].folder} and run it again")
     same = ("model", "commit", "source_hash", "data_id", "dtype", "device", "threads", "torch",
             "tokens", "params")
     return {"track": opt["track"], "date": str(date.today()), **{key: last[key] for key in same},
@@ -243,9 +249,9 @@ def main(argv):
         run_by_turns(runs, TRACKS[opt["track"]].metric)
         row = row_of(opt, flags, runs)
         record, why = verdict(row, rows)
-        print(f"{runner.text(row['values'])} after {mean(row['seconds']):.0f} s, "
-              f"{runner.text(ratios(row))} of the baseline, which ends at "
-              f"{runner.text(row['baseline_values'])}: {why}")
+        print(f"{runner.text(row['values'])} after {mean(row['seconds']):.0f} s: {why}")
+        print(f"{runner.text(ratios(row))} of the time of the baseline, which ends at "
+              f"{runner.text(row['baseline_values'])}")
         if not record:
             return
         rows.append(row)

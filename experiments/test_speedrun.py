@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_all import ROOT, parametrize, text_folder
+from test_all import parametrize, text_folder, train
 from test_experiments import calls, lab
 
 from experiments import run as runner
@@ -85,8 +85,8 @@ def test_three_seeds_by_turns_make_a_row(track, capsys):
     assert first.items() >= dict(score="1.2:1.4:1.27", block_size="8", seed="0").items()
     assert beside.items() >= dict(score="1.2:1.3:1.4", block_size="8", seed="0").items()
     said = capsys.readouterr().out
-    assert "1.2900 ± 0.1015 after 15 s, 0.5833 ± 0.1443 of the baseline, which ends at 1" in said
-    assert "met the mark 1.3: a record" in said
+    assert "1.2900 ± 0.1015 after 15 s: met the mark 1.3: a record\n" in said
+    assert "0.5833 ± 0.1443 of the time of the baseline, which ends at 1.3000 ± 0.1000\n" in said
     row, = entered(track)
     assert row["values"] == [1.2, 1.4, 1.27]
     assert row["threads"] == 2
@@ -131,12 +131,21 @@ def test_what_is_finished_counts_and_what_was_stopped_begins_anew(track):
         with pytest.raises(ConfigError, match="the run failed: .*/entry/s0/train.log"):
             speedrun.main(broken)
     assert ["init_from" in call for call in calls(track)] == [False, False]
-    speedrun.main([*BELOW, "--seeds=1"])
+    speedrun.main([*BELOW, "--seeds=2"])                       # a try has no baseline
+    assert [call["run"] for call in calls(track)[2:]] == ["entry/s0", "entry/s1"]
     speedrun.main(BELOW)
-    assert len(calls(track)) == 2 + 6
+    speedrun.main(BELOW)
+    assert len(calls(track)) == 2 + 2 + 6
     (track / "kernels.py").write_text("faster = True\n")
-    speedrun.main([*BELOW, "--seeds=1"])                       # other code: a run of its own
-    assert len(calls(track)) == 2 + 6 + 2
+    speedrun.main([*BELOW, "--seeds=2"])                       # other code: runs of its own
+    assert len(calls(track)) == 2 + 2 + 6 + 2
+
+
+def test_code_that_changes_while_it_runs_makes_no_row(track):
+    text = STAND_IN.replace('"source_hash": "def"', '"source_hash": args["seed"]')
+    (track / "train.py").write_text(text)
+    with pytest.raises(ConfigError, match="the code changed while it ran: remove out/speedrun-cpu"):
+        speedrun.main([*BELOW, "--seeds=2"])
 
 
 @parametrize("flags, message", [
@@ -168,25 +177,33 @@ def test_other_tokens_are_refused(track, monkeypatch):
         speedrun.main(BELOW)
 
 
+TINY = dict(depth=1, max_iters=2, batch_tokens=64)
+
+
 @parametrize("name", speedrun.TRACKS)
-def test_a_track_runs(name, text_folder, tmp_path, monkeypatch, capsys):
-    """train.py has all keys of the track, here made tiny."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_train_py_has_the_keys_of_the_tracks(name, text_folder, capsys):
     track = speedrun.TRACKS[name]
-    tiny = dict(depth=1, max_iters=2, batch_tokens=64)
-    fixed = dict(dataset=text_folder, device="cpu", block_size=32)
-    track = replace(track, mark=9.0, tokenizer="bytes", threads=1, fixed={**track.fixed, **fixed},
-                    baseline={**track.baseline, **tiny})
-    monkeypatch.setattr(speedrun, "TRACKS", {name: track})
-    speedrun.main([f"--track={name}", "--seeds=1", f"--out={tmp_path}", "--model=lime",
-                   *speedrun.as_flags(tiny)])
-    assert "met the mark 9.0: a try" in capsys.readouterr().out
-    found = [json.loads(path.read_text()) for path in tmp_path.glob("*/*/*/s0/result.json")]
-    assert sorted(result["model"] for result in found) == ["lime", "move"]
-    assert {result["config"]["dense"] for result in found} == {False, True}
-    for result in found:
-        assert [at["step"] for at in result["curve"]] == [0, 2]
-        assert result["config"]["eval_tokens"] > 10 ** 9       # all there are
+    keys = {**track.baseline, **track.fixed, "device": "cpu", "dataset": text_folder}
+    train(*speedrun.as_flags(keys), expect="0", dry_run=True)
+    assert "GiB for weights" in capsys.readouterr().out
+
+
+def test_a_track_runs(text_folder, tmp_path, monkeypatch):
+    """The CPU's, made tiny, with a model of another kind."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    track = speedrun.TRACKS["cpu"]
+    track = replace(track, fixed={**track.fixed, "dataset": text_folder, "block_size": 32},
+                    baseline={**track.baseline, **TINY})
+    monkeypatch.setattr(speedrun, "TRACKS", {"cpu": track})
+    opt = {**speedrun._defaults, "out": str(tmp_path)}
+    entry, baseline = speedrun.plan(opt, ["--model=lime", *speedrun.as_flags(TINY)], "")[:2]
+    speedrun.run_by_turns([entry, baseline], track.metric)
+    assert speedrun.row_of(opt, [], [entry, baseline])["values"] == [entry.result()[track.metric]]
+    assert not entry.result()["config"]["dense"]
+    assert baseline.result()["config"]["dense"]
+    for run in (entry, baseline):
+        assert [at["step"] for at in run.result()["curve"]] == [0, 2]
+        assert run.result()["config"]["eval_tokens"] > 10 ** 9     # all there are
 
 
 def test_the_board_is_up_to_date():
