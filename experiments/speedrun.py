@@ -70,8 +70,8 @@ Train to the mark in the least time. Each record is one change to the last: read
 5. All may change but the text, how it is evaluated, and the keys below that are "for all".
 6. `python test_all.py -k mine` must pass: a model that looks ahead sets no record.
 7. The baseline has your train.py and kernels.py: what would speed it up goes behind a new key.
-8. Commit, close other programs, run three seeds: the same with `--note="what changed"` alone.
-9. It writes a row if the mean is below the mark, in less of the baseline's time than the record.
+8. Commit, close other programs, run three seeds: `--note="what changed"`, no `--seeds=1`.
+9. It writes a row if the mean meets the mark, in less of the baseline's time than the last record.
 10. Send a pull request with that commit and `results/speedrun.jsonl`.
 
 The clock is train_seconds: loading of data is in, compiling and evaluating are out; "in all" is the
