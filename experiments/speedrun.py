@@ -250,8 +250,9 @@ def main(argv):
         row = row_of(opt, flags, runs)
         record, why = verdict(row, rows)
         print(f"{runner.text(row['values'])} after {mean(row['seconds']):.0f} s: {why}")
-        print(f"{runner.text(ratios(row))} of the time of the baseline, which ends at "
-              f"{runner.text(row['baseline_values'])}")
+        if ratios(row):
+            print(f"{runner.text(ratios(row))} of the time of the baseline, which ends at "
+                  f"{runner.text(row['baseline_values'])}")
         if not record:
             return
         rows.append(row)
