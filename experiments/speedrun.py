@@ -45,7 +45,8 @@ class Track:
     threads: int = 0        # of a CPU
 
 
-whole = dict(eval_tokens=10 ** 12, eval_interval=10 ** 9, sample_tokens=0)    # evaluates all, once
+# All validation tokens, before the first step and after the last.
+whole = dict(eval_tokens=10 ** 12, eval_interval=10 ** 9, sample_tokens=0)
 TRACKS = {
     "cpu": Track(
         "val_bpb", 1.65, "prepare_fineweb.py --source=pydocs", "bpe",
