@@ -334,6 +334,14 @@ MUTANTS = [
     ("experiments/bank.py", "trained[level] |= moved", "pass", "mistake and merge"),
     ("experiments/bank.py", "rows[node:node + 1], generator)",
      "rows[node + 1:node + 2], generator)", "removed_node"),
+    ("experiments/speedrun.py", 'if mean(row["values"]) > track.mark:',
+     'if min(row["values"]) > track.mark:', "no_row"),
+    ("experiments/speedrun.py", '(row["track"], row["data_id"])]',
+     '(row["track"], old["data_id"])]', "compared_on_one_text"),
+    ("experiments/speedrun.py", '(ROOT / run.folder / "ckpt.pt").unlink(missing_ok=True)',
+     "pass", "begins_anew"),
+    ("experiments/speedrun.py", 'as_flags({**track.fixed, "seed": seed})',
+     'as_flags({**track.fixed, "seed": 0})', "by_turns"),
 ]
 
 if __name__ == "__main__":

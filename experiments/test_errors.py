@@ -755,6 +755,15 @@ run/ckpt.pt: c["model"]["embed.weight"][:] = nan  --out_dir=run  output is not a
 -  --sizes=0,4  n_keys=0
 -  --device=x  device=x: choose cpu or cuda
 -  file  no file is wanted
+# experiments/speedrun.py
+-  --track=tpu  track=tpu: choose cpu or gpu
+-  --seeds=0  seeds=0: must be 3, or
+-  --seeds=x  --seeds wants a whole number
+-  --dataset=data  --dataset=data: the track decides that
+-  -seeds=1  did you mean --seeds=?
+-  file  what is file?
+repo/experiments/results/speedrun.jsonl = b"{"  board  speedrun.jsonl cannot be used
+repo/experiments/results/speedrun.jsonl = b"{}\n"  board  speedrun.jsonl cannot be used
 # experiments/mutants.py
 -  --file=x.py  the table has no mutant of it
 -  --jobs=0  max_workers must be greater than 0

@@ -1,0 +1,269 @@
+"""Speedrun: train to a fixed validation loss in the least time. The board is results/speedrun.md.
+
+    python experiments/speedrun.py --track=cpu --seeds=1 --batch_tokens=8192     # a try, one seed
+    python experiments/speedrun.py --track=cpu --batch_tokens=8192 --note="batch of 8,192"
+    python experiments/speedrun.py board                                         # the board again
+
+An entry is train.py's --key=value. Three seeds are run, by turns with the track's dense baseline,
+and judged by the end of the whole schedule. Who is not above the mark in the mean, and in less of
+the baseline's time than the last record on the same data, gets a row in results/speedrun.jsonl,
+from which the board is made. A try runs no baseline. A run that was stopped begins anew, since its
+clock would have a gap; the same command skips those that have finished.
+"""
+import hashlib
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from experiments import run as runner
+from prepare_fineweb import configure, find_dataset, guard, help_text, load_meta, need, reading
+
+track = "cpu"               # cpu | gpu
+seeds = 3                   # 3, or fewer for a try
+note = ""                   # what changed since the last record, for the board
+machine = ""                # what the board calls this machine
+out = "out"                 # folder of the runs
+_defaults = {"track": track, "seeds": seeds, "note": note, "machine": machine, "out": out}
+
+
+@dataclass
+class Track:
+    metric: str             # of result.json
+    mark: float             # the highest mean that counts; another mark would be another track
+    prepare: str            # the command that makes the data
+    tokenizer: str
+    fixed: dict             # keys of train.py that are the same for all
+    baseline: dict          # what is run beside every entry
+    aim: str                # a sentence for the board
+    threads: int = 0        # of a CPU
+
+
+# All validation tokens, before the first step and after the last.
+whole = dict(eval_tokens=10 ** 12, eval_interval=10 ** 9, sample_tokens=0)
+TRACKS = {
+    "cpu": Track(
+        "val_bpb", 1.65, "prepare_fineweb.py --source=pydocs", "bpe",
+        dict(dataset="pydocs", device="cpu", block_size=256, target_bpb=1.65, **whole),
+        dict(model="move", dense=True, depth=4, optimizer="muon", batch_tokens=4096,
+             max_iters=700),
+        "Chosen so that MoVE needs about five minutes on two cores, the baseline more.", threads=2),
+    "gpu": Track(
+        "val_loss", 3.28, "prepare_fineweb.py --max_tokens=2_000_000_000", "gpt2",
+        dict(dataset="fineweb_edu", device="cuda", block_size=1024, target_loss=3.28, **whole),
+        dict(model="move", dense=True, depth=12, optimizer="muon", batch_tokens=131072,
+             max_iters=10000), "The time to beat is 30 minutes on one GPU."),
+}
+FIXED = ("seed", "out_dir", "init_from", "skip_steps", "dry_run")    # beside the tracks' own
+GUIDE = """# Speedruns
+
+Train to the mark in the least time. Each record is one change to the last: read down, a lesson.
+
+1. Fork, install, run `python train.py --model=move`: that makes the CPU track's text.
+2. Try the last record's entry with one seed: `python experiments/speedrun.py --seeds=1 ENTRY`.
+3. Change one thing: a key (`--batch_tokens=`), or a copy's code (`cp model_move.py model_mine.py`).
+4. Find the smallest `--max_iters=` that *ends* below the mark: only whole schedules count.
+5. All may change but the text, how it is evaluated, and the keys below that are "for all".
+6. `python test_all.py -k mine` must pass: a model that looks ahead sets no record.
+7. The baseline has your train.py and kernels.py: what would speed it up goes behind a new key.
+8. Commit, close other programs, run three seeds: `--note="what changed"`, no `--seeds=1`.
+9. It writes a row if the mean meets the mark, in less of the baseline's time than the last record.
+10. Send a pull request with that commit and `results/speedrun.jsonl`.
+
+The clock is train_seconds: loading of data is in, compiling and evaluating are out; "in all" is the
+whole process, with them. Machines are compared by the ratio to the baseline that ran beside, seed
+by seed in turn. Texts are never compared: each data_id has a board of its own.
+"""
+HEAD = ["date", "commit", "entry", "steps", "mean of seeds", "seconds", "in all", "of baseline",
+        "machine", "what changed"]
+
+
+# ---------------------------------------------------------------- the runs
+
+def as_flags(keys):
+    return [f"--{key}={value}" for key, value in keys.items()]
+
+
+def key_of(flag):
+    return flag.removeprefix("--").partition("=")[0]
+
+
+def model_of(flags):
+    names = [flag.partition("=")[2] for flag in flags if key_of(flag) == "model"]
+    return names[-1] if names else "move"
+
+
+def plan(opt, flags, data_id):
+    """Entry and baseline, seed by seed; a try's entry alone. Other flags, code, data or number of
+    seeds have another folder."""
+    track = TRACKS[opt["track"]]
+    code = [runner.source_hash(name) for name in (model_of(flags), track.baseline["model"])]
+    same = repr([flags, track, code, data_id, opt["seeds"]])
+    name = hashlib.sha256(same.encode()).hexdigest()[:8]
+    sides = {"entry": flags}
+    if opt["seeds"] == 3:
+        sides["baseline"] = as_flags(track.baseline)
+    runs = []
+    for seed in range(opt["seeds"]):
+        for side, own in sides.items():
+            folder = f"{opt['out']}/speedrun-{opt['track']}/{name}/{side}/s{seed}"
+            fixed = as_flags({**track.fixed, "seed": seed})
+            runs.append(runner.Run(side, seed, folder, [*own, *fixed]))
+    return runs
+
+
+def run_by_turns(runs, metric):
+    for run in runs:
+        if not run.result():                                    # from the start
+            (ROOT / run.folder / "ckpt.pt").unlink(missing_ok=True)
+        failed = runner.run_all([run], runner.Options(), metric, lambda: None, set())
+        need(not failed, f"the run failed: its last lines are above, all in {run.folder}/train.log")
+
+
+def seconds_in_all(run):
+    """From the start of the process to its result."""
+    folder = ROOT / run.folder
+    return (folder / "result.json").stat().st_mtime - (folder / "flags.txt").stat().st_mtime
+
+
+# ---------------------------------------------------------------- rows and verdict
+
+def row_of(opt, flags, runs):
+    metric = TRACKS[opt["track"]].metric
+    entries = [run for run in runs if run.name == "entry"]
+    results = [run.result() for run in entries]
+    beside = [run.result() for run in runs if run.name == "baseline"]
+    last = results[-1]
+    changed = any(result["source_hash"] != last["source_hash"] for result in results)
+    need(not changed, f"the code changed while it ran: remove {entries[0].folder} and run it again")
+    same = ("model", "commit", "source_hash", "data_id", "dtype", "device", "threads", "torch",
+            "tokens", "params")
+    return {"track": opt["track"], "date": str(date.today()), **{key: last[key] for key in same},
+            "flags": flags, "note": opt["note"], "machine": opt["machine"] or last["device"],
+            "steps": last["config"]["max_iters"],
+            "values": [result[metric] for result in results],
+            "seconds": [result["train_seconds"] for result in results],
+            "in_all": [seconds_in_all(run) for run in entries],
+            "baseline_values": [result[metric] for result in beside],
+            "baseline_seconds": [result["train_seconds"] for result in beside]}
+
+
+def ratios(row):
+    """The entry's time in units of the baseline's, seed by seed."""
+    return [a / b for a, b in zip(row["seconds"], row["baseline_seconds"])]
+
+
+def read_rows():
+    file = ROOT / "experiments/results/speedrun.jsonl"
+    rows = []
+    if file.exists():
+        with reading(file):
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            board(rows)                                         # has all that it wants
+    return file, rows
+
+
+def verdict(row, rows):
+    """-> whether it is a record, and why."""
+    track = TRACKS[row["track"]]
+    if mean(row["values"]) > track.mark:
+        return False, f"missed the mark {track.mark}"
+    if len(row["values"]) < 3:
+        return False, f"met the mark {track.mark}: a try, three seeds make a row"
+    rivals = [mean(ratios(old)) for old in rows
+              if (old["track"], old["data_id"]) == (row["track"], row["data_id"])]
+    if rivals and mean(ratios(row)) >= min(rivals):
+        return False, f"met the mark {track.mark}, but the record is {min(rivals):.3f}"
+    return True, f"met the mark {track.mark}: a record"
+
+
+# ---------------------------------------------------------------- the board
+
+def board_line(row):
+    return runner.line([
+        row["date"], row["commit"], f"`{shlex.join(row['flags'])}`", f"{row['steps']:,}",
+        runner.text(row["values"]), f"{mean(row['seconds']):.0f}", f"{mean(row['in_all']):.0f}",
+        f"{mean(ratios(row)):.3f}", f"{row['machine']}, {row['dtype']}, {row['threads']} threads",
+        row["note"]])
+
+
+def board(rows):
+    """Markdown: the guide, then each track with the records on each data folder."""
+    lines = [GUIDE]
+    for name, track in TRACKS.items():
+        fixed = " ".join(as_flags(track.fixed))
+        threads = f", {track.threads} threads" if track.threads else ""
+        lines += [f"## Track {name}: {track.metric} {track.mark}", "", track.aim,
+                  f"Text: `python {track.prepare}`. For all: `{fixed}`{threads}.",
+                  f"Baseline: `{' '.join(as_flags(track.baseline))}`.", ""]
+        mine = [row for row in rows if row["track"] == name]
+        for data_id in dict.fromkeys(row["data_id"] for row in mine):
+            records = [row for row in mine if row["data_id"] == data_id]
+            beside = sum([row["baseline_seconds"] for row in records], [])
+            values = sum([row["baseline_values"] for row in records], [])
+            lines += [f"Data {data_id}; the baseline beside these: {runner.text(values)} after "
+                      f"{min(beside):.0f} to {max(beside):.0f} seconds.", "",
+                      *runner.heading(HEAD), *map(board_line, records), ""]
+        if not mine:
+            lines += ["No record yet.", ""]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- the command
+
+def checked(opt, flags):
+    """What would be accepted in silence and make no fair entry. -> the data's id"""
+    need(opt["track"] in TRACKS, f"track={opt['track']}: choose {' or '.join(TRACKS)}")
+    need(1 <= opt["seeds"] <= 3, f"seeds={opt['seeds']}: must be 3, or 1 or 2 for a try")
+    track = TRACKS[opt["track"]]
+    for flag in flags:
+        need(key_of(flag) not in (*FIXED, *track.fixed), f"{flag}: the track decides that")
+    meta = load_meta(find_dataset(track.fixed["dataset"]))
+    need(meta["tokenizer"] == track.tokenizer, f"{track.fixed['dataset']} has tokens of "
+         f"{meta['tokenizer']}, not {track.tokenizer}: make it by python {track.prepare}")
+    if opt["seeds"] == 3:
+        need(opt["note"], "a record says what changed: --note=\"...\" (--seeds=1 is a try)")
+        changed = runner.git("status", "--porcelain", "--", ".", ":!experiments/results").stdout
+        need(runner.commit() and not changed, "a record names the commit that has its code: commit "
+             "your changes first (--seeds=1 is a try)")
+    return meta["data_id"]
+
+
+def main(argv):
+    if {"-h", "--help"} & set(argv):
+        print(__doc__ + "\n" + help_text(Path(__file__).read_text(encoding="utf-8"), _defaults))
+        return
+    flags = [arg for arg in argv if arg[:2] == "--" and key_of(arg) not in _defaults]
+    overrides, others = configure([arg for arg in argv if arg not in flags], _defaults)
+    opt = {**_defaults, **overrides}
+    need(others in ([], ["board"]), f"what is {' '.join(others)}? Options are written --key=value")
+    file, rows = read_rows()
+    if not others:
+        runs = plan(opt, flags, checked(opt, flags))
+        if TRACKS[opt["track"]].threads:
+            os.environ["OMP_NUM_THREADS"] = str(TRACKS[opt["track"]].threads)
+        run_by_turns(runs, TRACKS[opt["track"]].metric)
+        row = row_of(opt, flags, runs)
+        record, why = verdict(row, rows)
+        print(f"{runner.text(row['values'])} after {mean(row['seconds']):.0f} s: {why}")
+        if ratios(row):
+            print(f"{runner.text(ratios(row))} of the time of the baseline, which ends at "
+                  f"{runner.text(row['baseline_values'])}")
+        if not record:
+            return
+        rows.append(row)
+        with open(file, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
+    file.with_suffix(".md").write_text(board(rows), encoding="utf-8")
+    print(f"wrote {file.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    guard("speedrun.py")
+    main(sys.argv[1:])
