@@ -515,10 +515,7 @@ def load_token_bytes(folder):
         except ConfigError:
             return None
     with reading(file, "is damaged: prepare the folder again"):
-        lengths = np.load(file)
-    need(lengths.shape == (meta["vocab_size"],) and lengths.dtype == np.int32,
-         f"{file} is damaged: it must have the bytes of each of {meta['vocab_size']:,} tokens")
-    return lengths
+        return np.load(file).reshape(meta["vocab_size"])
 
 
 def _open_shard(path):
@@ -575,10 +572,9 @@ class TokenShards:
         """1 at every token that is to be predicted, a byte each, beside every shard."""
         masks = []
         for path, shard in zip(self.paths, self.shards):
-            mask = path.with_suffix(".mask")
-            need(mask.exists() and mask.stat().st_size == len(shard), f"{mask} is missing or "
-                 f"damaged: it must have a byte for each of {len(shard):,} tokens")
-            masks.append(np.memmap(mask, np.uint8, "r"))
+            file = path.with_suffix(".mask")
+            with reading(file, "is missing or damaged: prepare the folder again"):
+                masks.append(np.memmap(file, np.uint8, "r").reshape(len(shard)))
         return masks
 
     def _read_leaves(self, folder):
@@ -848,7 +844,7 @@ def _tokenize(chunk):
 
 def _train_bpe(c, path):
     """Byte-level BPE on the training documents; words are GPT-2's, and eot is token 0."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
     def texts():
         left = BPE_CHARS
@@ -861,16 +857,9 @@ def _train_bpe(c, path):
                 return
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=c.vocab_size,
-        special_tokens=[EOT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts(), trainer)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts(), c.vocab_size, min_frequency=0, special_tokens=[EOT],
+                            show_progress=False)
     bpe.save(str(path))
 
 
@@ -1063,9 +1052,7 @@ def _finished(folder, asked, overwrite):
 
 def main(argv):
     if "-h" in argv or "--help" in argv:
-        print(__doc__.strip())
-        print()
-        print(help_text(Path(__file__).read_text(encoding="utf-8"), _defaults))
+        print(__doc__ + "\n" + help_text(Path(__file__).read_text(encoding="utf-8"), _defaults))
         return
     settings, positionals = configure(argv, _defaults)
     need(not positionals, f"what is {' '.join(positionals)}? A file or folder of text is given as "
