@@ -783,17 +783,14 @@ def _parallel(function, items, workers):
     os.environ["TOKENIZERS_PARALLELISM"] = "false"     # its threads do not survive a fork
     fork = multiprocessing.get_context("fork")
     n = workers if workers > 0 else os.cpu_count()
-    pool = concurrent.futures.ProcessPoolExecutor(n, fork, _obey, (os.getpid(),))
     waiting = collections.deque()      # a few ahead: who reads may stop early
-    try:
+    with concurrent.futures.ProcessPoolExecutor(n, fork, _obey, (os.getpid(),)) as pool:
         for item in items:
             waiting.append(pool.submit(function, item))
             if len(waiting) > 3 * n:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _obey(parent):
