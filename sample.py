@@ -47,8 +47,8 @@ words = ""              # of the prompt, by commas: those that --inspect looks a
 leaf = ""               # hierarchical memories: generic | none | a leaf; empty: the prompt's path
 block = ""              # and nodes that may not be entered: "level:node,..." or "best:level"
 embedder_path = ""      # folder of their embedder, where that is not installed
-_kinds = (int, float, bool, str)
-_defaults = {k: v for k, v in globals().items() if type(v) in _kinds and k[0].islower()}
+_defaults = {key: value for key, value in globals().items()
+             if key[0].islower() and isinstance(value, (int, float, str))}
 # -----------------------------------------------------------------------------
 AT_LEAST = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, top_p=0)
 
