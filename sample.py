@@ -47,9 +47,10 @@ words = ""              # of the prompt, by commas: those that --inspect looks a
 leaf = ""               # hierarchical memories: generic | none | a leaf; empty: the prompt's path
 block = ""              # and nodes that may not be entered: "level:node,..." or "best:level"
 embedder_path = ""      # folder of their embedder, where that is not installed
-_kinds = (int, float, bool, str)
-_defaults = {k: v for k, v in globals().items() if type(v) in _kinds and k[0] != "_"}
+_defaults = {key: value for key, value in globals().items()
+             if key[0].islower() and isinstance(value, (int, float, str))}
 # -----------------------------------------------------------------------------
+AT_LEAST = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, top_p=0)
 
 
 # ----------------------------------------------------------------------------- model files
@@ -131,14 +132,10 @@ def load_checkpoint(path, sums=False) -> dict:
     sums: compares the sums of all its parts first, for which it is read whole."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     need(path.is_file(), f"no checkpoint {path}: train.py makes one, --out_dir= names another")
-    try:
+    with reading(path, "cannot be read, it is cut short or no checkpoint"):
         damaged = sums and zipfile.ZipFile(path).testzip()
-        need(not damaged, f"the sum of {damaged} is wrong")
+        need(not damaged, f"{path} is damaged: the sum of {damaged} is wrong")
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:      # a torn file can raise almost anything
-        reason = str(error).splitlines()[0]
-        message = f"{path} cannot be read, it is cut short or no checkpoint: {reason}"
-        raise ConfigError(message) from None
     ours = isinstance(ckpt, dict) and ckpt.get("format") == "nanomem-1"
     need(ours, f"{path} is not a checkpoint of nanoMem's train.py")
     for key, kind in PARTS.items():
@@ -154,7 +151,7 @@ def assemble(path, ckpt):
     ConfigError if model_NAME.py no longer fits it."""
     name = ckpt["config"]["model"]
     module = load_module(name)
-    try:
+    with reading(path, f"does not fit model_{name}.py, which has changed since"):
         with torch.device("meta"):
             model = module.Model(module.Config(**ckpt["model_config"]))
         if dict(model.named_buffers()).keys() - model.state_dict().keys():
@@ -162,11 +159,7 @@ def assemble(path, ckpt):
             model.init_weights()    # it has tables that are computed, not saved (rotary ones, say)
         model.load_state_dict(ckpt["model"], assign=True)
         for key, p in model.named_parameters():
-            need(p.is_floating_point(), f"{key} holds {p.dtype}")
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:400]
-        message = f"{path} does not fit model_{name}.py, which has changed since: {reason}"
-        raise ConfigError(message) from None
+            need(p.is_floating_point(), f"{path}: {key} holds {p.dtype}")
     return model
 
 
@@ -209,6 +202,10 @@ HUGGING_FACE = {       # their names of a Llama's or Qwen2's tensors -> ours
     "self_attn.q_proj": "attn.W_Q", "self_attn.k_proj": "attn.W_K", "self_attn.v_proj": "attn.W_V",
     "self_attn.o_proj": "attn.W_O", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down"}
+SUPPORTED = dict(       # what the models here compute, of a config.json's fields; absent: the first
+    model_type=("llama", "qwen2"), hidden_act=("silu",), rope_type=("default", "llama3"),
+    partial_rotary_factor=(1,), attention_bias=(False,), mlp_bias=(False,),
+    use_sliding_window=(False,), quantization_config=(None,))
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -222,21 +219,14 @@ def load_hugging_face(path, module) -> dict:
         raise ConfigError(message) from None
     logging.set_verbosity(logging.CRITICAL)     # what it only warns about is refused here
     logging.disable_progress_bar()
-    path = Path(path)
-    try:
+    with reading(f"{path}/config.json", "cannot be read"):
         theirs = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:      # transformers checks a config.json in many ways
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path}/config.json cannot be read: {reason}") from None
     fields = fields_of_hugging_face(path, theirs, module)
     check_safetensors(path)
-    try:
+    with reading(path, "cannot be loaded"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path, config=theirs, dtype=torch.float32, use_safetensors=True, local_files_only=True,
             output_loading_info=True, ignore_mismatched_sizes=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path} cannot be loaded: {reason}") from None
     for kind in ("missing", "unexpected", "mismatched"):
         names = sorted(map(str, info[f"{kind}_keys"]))
         need(not names, f"{path}: {len(names)} {kind} tensors, beside its config.json: {names[:1]}")
@@ -253,20 +243,12 @@ def load_hugging_face(path, module) -> dict:
 
 def fields_of_hugging_face(path, theirs, module):
     """Their config -> the fields of module's Config; ConfigError for what it does not compute."""
-    rope = {"rope_type": "default", **(theirs.rope_parameters or {})}
-    supported = [
-        ("model_type", theirs.model_type, ("llama", "qwen2")),
-        ("hidden_act", theirs.hidden_act, ("silu",)),
-        ("rope_type", rope["rope_type"], ("default", "llama3")),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1), (1,)),
-        ("attention_bias", getattr(theirs, "attention_bias", False), (False,)),
-        ("mlp_bias", getattr(theirs, "mlp_bias", False), (False,)),
-        ("use_sliding_window", getattr(theirs, "use_sliding_window", False), (False,)),
-        ("quantization_config", getattr(theirs, "quantization_config", None), (None,)),
-    ]
-    for name, value, choices in supported:
-        message = f"{path}/config.json: {name}={value!r} is not supported, only {choices}"
-        need(value in choices, message)
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    given = theirs.to_dict() | rope
+    for name, choices in SUPPORTED.items():
+        value = given.get(name, choices[0])
+        need(value in choices,
+             f"{path}/config.json: {name}={value!r} is not supported, only {choices}")
     width, n_head = theirs.hidden_size, theirs.num_attention_heads
     d_h = getattr(theirs, "head_dim", None) or width // n_head
     need(d_h * n_head == width and d_h % 2 == 0, f"{path}/config.json: head_dim={d_h} with "
@@ -278,7 +260,7 @@ def fields_of_hugging_face(path, theirs, module):
         block_size=min(2048, theirs.max_position_embeddings), tied=theirs.tie_word_embeddings,
         norm_eps=theirs.rms_norm_eps, rope_base=float(rope["rope_theta"]), rope_scaling="",
         qkv_bias=theirs.model_type == "qwen2", qk_norm=False, **module.DENSE)
-    if rope["rope_type"] == "llama3":
+    if rope.get("rope_type") == "llama3":
         fields["rope_scaling"] = ":".join(f"{rope[part]:.12g}" for part in LLAMA3)
     known = module.Config.__dataclass_fields__
     for name in fields.keys() - known.keys():
@@ -289,21 +271,16 @@ def fields_of_hugging_face(path, theirs, module):
 
 def check_safetensors(path):
     """What transformers would accept without a word: a file of another folder, integer weights."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     index, files = path / "model.safetensors.index.json", ["model.safetensors"]
     if index.exists():
-        try:
+        with reading(index, "cannot be read"):
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index} cannot be read: {error!r}") from None
     for file in files:
         need(Path(str(file)).name == file, f"{index} names {file}, which is outside of its folder")
-        try:
+        with reading(path / file, "cannot be read, it is missing, cut short or of another kind"):
             with safe_open(path / file, "pt") as tensors:
                 kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path / file} cannot be read, it is missing, cut short or no "
-                              f"safetensors file: {error}") from None
         wrong = sorted(kinds - {"F64", "F32", "F16", "BF16"})
         need(not wrong, f"{path / file} holds {', '.join(wrong)}: quantized weights are refused")
 
@@ -470,12 +447,10 @@ def draw(path, panels, axes, gate_v):
     plots = fig.subplots(high, wide, squeeze=False)
     images = {}                 # colour map -> its first image and its plots: they share a scale
     for plot, (title, grid, (cmap, low, top)) in zip(plots.flat, sum(panels, [])):
-        rows, columns = grid.shape
-        image = plot.imshow(grid.numpy(), cmap=cmap, vmin=low, vmax=top, aspect="auto",
-                            interpolation="nearest")
+        image = plot.imshow(grid.numpy(), cmap=cmap, vmin=low, vmax=top, aspect="auto")
         images.setdefault(cmap, (image, []))[1].append(plot)
-        plot.set(title=title, xticks=range(0, columns, max(1, columns // 8)),
-                 yticks=range(0, rows, max(1, rows // 8)))
+        plot.set_title(title)
+        plot.locator_params(nbins=8, integer=True, min_n_ticks=1)
         if gate_v:
             plot.axvline(0.5, color="black", linewidth=3)
     fig.supxlabel(f"{axes[1]}, 0: the gate on V itself" if gate_v else axes[1])
@@ -505,11 +480,9 @@ def main(argv):
     overrides, others = configure(argv, _defaults)
     c = SimpleNamespace(**{**_defaults, **overrides})
     need(not others, f"what is {others[:1]}? A run is given as --out_dir=, a text as --prompt=")
-    for key in ("num_samples", "max_new_tokens"):
-        need(getattr(c, key) >= 1, f"{key}={getattr(c, key)}: must be at least 1")
-    need(c.temperature >= 0, f"temperature={c.temperature}: must not be negative")
-    need(c.top_k >= 0, f"top_k={c.top_k}: must not be negative")
-    need(0 <= c.top_p <= 1, f"top_p={c.top_p}: must be between 0 and 1")
+    for key, least in AT_LEAST.items():
+        need(getattr(c, key) >= least, f"{key}={getattr(c, key)}: must be at least {least}")
+    need(c.top_p <= 1, f"top_p={c.top_p}: must be between 0 and 1")
     need(0 <= c.seed < 2 ** 63, f"seed={c.seed}: must be from 0 to 2^63 - 1")
     need(c.dtype in ("", "float32", "bfloat16"), f"dtype={c.dtype}: float32 or bfloat16")
     need(c.inspect or not c.words, "--words=... goes with --inspect=True")
@@ -518,12 +491,12 @@ def main(argv):
     half = c.dtype == "bfloat16"
     if not c.dtype and kind == "cuda":
         half = torch.cuda.is_bf16_supported(including_emulation=False)
-    runs = sorted(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime)
-    path = c.out_dir or (runs[-1] if runs else "out/*/ckpt.pt")
+    runs = Path("out").glob("*/ckpt.pt")
+    path = Path(c.out_dir or max(runs, key=os.path.getmtime, default="out/*/ckpt.pt"))
     model, tok, ckpt = load_model(path, c.device)
     if c.prompt == "-":
         c.prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    folder = path if path.is_dir() else path.parent
     places = (folder, ckpt["data"]["folder"])
     context, note = model.prompt_context(c.prompt, places, c.leaf, c.block, c.embedder_path)
     for key, value in context.items():

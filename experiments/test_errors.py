@@ -410,10 +410,10 @@ tree/meta.json: c["retriever"] = "y"  --init_from=bank  has retriever=
 # sample.py --out_dir=run --num_samples=1 --max_new_tokens=3
 -  --prompt=longlonglonglonglonglonglonglonglong  the prompt has 37 tokens, the model's context
 -  --tempereture=1  did you mean --temperature=?
--  --temperature=-1  temperature=-1.0: must not be negative
+-  --temperature=-1  temperature=-1.0: must be at least 0
 -  --temperature=nan  --temperature wants a finite number
 -  --top_p=1.5  top_p=1.5: must be between 0 and 1
--  --top_k=-1  top_k=-1: must not be negative
+-  --top_k=-1  top_k=-1: must be at least 0
 -  --seed=-1  seed=-1: must be from 0
 -  --num_samples=0  num_samples=0: must be at least 1
 -  --max_new_tokens=0  max_new_tokens=0: must be at least 1
