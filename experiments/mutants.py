@@ -322,7 +322,6 @@ MUTANTS = [
     ("experiments/analysis.py", "loss = model(x, y)[1] * (y >= 0).sum()", "loss = model(x, y)[1]",
      "importance_is_the_slope"),
     ("experiments/analysis.py", "    dead = use == 0", "    dead = use > 0", "slots_are"),
-    ("experiments/analysis.py", "(a1 - b1).abs()])", "(a1 - a2).abs()])", "words_in"),
     ("experiments/bank.py", "leaf // below == subtree)", "leaf % factors[0] == subtree)",
      "split_puts"),
     ("experiments/bank.py", "need(overwrite or not target.exists(),", "need(True,",

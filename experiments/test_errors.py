@@ -79,7 +79,7 @@ def home(runs, text_folder):
     write_llama(home / "hf", tie_word_embeddings=True)
     for path in home.glob("*/retriever.npz"):                  # mostly zeros
         np.savez_compressed(path, **np.load(path))
-    shutil.copy(ROOT / "experiments/words.json", home / "dict.json")
+    (home / "dict.json").write_text('{"a": 1}')
     (home / "exp.py").write_text(EXPERIMENT)
     (home / "image.png").write_bytes(b"no text")
     (home / "empty").mkdir()
@@ -679,7 +679,7 @@ a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records w
 a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
 # experiments/analysis.py --runs=run
 -  -  give one of entropy, separability
--  entropy router  give one of entropy, separability
+-  entropy slots  give one of entropy, separability
 -  chess  give one of entropy, separability
 -  entropy --runs=  give one of entropy, separability
 -  entropy --runs=nowhere  no checkpoint nowhere
@@ -687,9 +687,6 @@ a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
 -  entropy --sequences=0  sequences=0
 -  entropy --sequences=-1  sequences=-1
 -  entropy --device=x  device=x
--  router  for models with routers
--  words --words=window  words.json has bank
--  words --words=  words.json has bank
 -  slots  for models with memory slots
 -  separability  its tokenizer bytes has no token of its
 -  separability --occurrences=0  occurrences=0

@@ -1101,7 +1101,7 @@ PAIRS = """
 def analyse(name, run, *flags):
     """What an analysis of one run writes."""
     analysis.main([name, f"--runs={run}", *map(str, flags)])
-    assert (run / f"analysis_{name}.png").exists() or name == "words"
+    assert (run / f"analysis_{name}.png").exists()
     return json.loads((run / f"analysis_{name}.json").read_text())[str(run)]
 
 
@@ -1126,40 +1126,6 @@ def test_words_are_found_where_they_stand(analysed):
             words.append(tok.decode([int(row[position])]))
             assert words[-1] == " " + analysis.WORDS[label]
     assert {words.count(word) for word in words} == {20}
-
-
-def test_router_maps_are_means_over_heads_and_shares_of_heads(analysed, monkeypatch):
-    grid = torch.tensor([[[1., 0], [1, 0]], [[.5, .5], [0, 1]]])
-    seen = {"router": (grid, ("layer", "head", "source"))}
-    monkeypatch.setattr(model_move.Model, "inspect", lambda self, idx: seen)
-    assert analyse("router", analysed / "run") == {
-        "layers": [[1, 0], [.25, .75]], "heads": [[1, 0], [1, 0], [.5, .5], [0, 1]]}
-
-
-def test_words_json_is_appendix_b():
-    words = json.loads((ROOT / "experiments/words.json").read_text())
-    assert sorted(words) == sorted("bank crane bat date watch block brilliant cold".split())
-    for word, lengths in words.items():
-        for three in lengths.values():                         # a gate sees what is to its left
-            assert len(three) == 3
-            assert all(re.search(rf"\b{word}\W*$", text) for text in three)
-
-
-def test_words_in_two_senses_are_compared_by_length(analysed, monkeypatch, capsys):
-    """The gate on V itself, column 0, does not count; differences are parts of the largest."""
-    seen = iter([[5.0, 1, 1], [0, 1, 2], [9.0, 3, 1]] * 3)     # A1, A2, B1: on V, two slots
-
-    def look(model, tok, text, word):
-        return {"gates": (torch.tensor([next(seen)]), ["layer", "slot"], 1)}
-
-    monkeypatch.setattr(sample, "look", look)
-    found = analyse("words", analysed / "run", "--words=cold")
-    assert found["cold"]["gates"]["short"] == [[[5, 1, 1]], [[0, 1, 2]], [[9, 3, 1]]]
-    text = capsys.readouterr().out
-    assert "largest (2)" in text
-    for which, mean in (("A2", "0.2500"), ("B1", "0.5000")):
-        assert len(re.findall(rf"(?m)^  \w+ +.A1-{which}. {mean}$", text)) == 3
-    assert (analysed / "run/analysis_words_run_gates_cold.png").exists()
 
 
 # ---------------------------------------------------------------- heads, slots and parts
@@ -1236,29 +1202,14 @@ def test_slots_are_counted_by_head_and_layer(grown_run, grown, text_folder, monk
         return {"use": (torch.tensor(next(windows)), ("layer", "head", "slot"))}
 
     monkeypatch.setattr(model_midus.Model, "inspect", inspect)
-    assert analysis.slot_use(grown(), text_folder, TWO) == {
+    assert analysis.slot_use(grown(), None, text_folder, TWO) == {
         "slots": 4, "tokens": 64, "touched": [[3, 2]], "dead": [[.25, .5]],
         "ranked": [[.6875, .25, .0625, 0]]}
 
 
-def test_blocks_that_add_a_constant_are_found_out(grown, text_folder):
-    """By hand: the loss without the block, and with a bias in its place."""
-    model = grown()
-    memory = model.inserted[0].memory
-    found = analysis.block_losses(model, text_folder, TWO)
-    added = []
-    memory.register_forward_hook(lambda module, inputs, output: added.append(output))
-    assert found["loss"] == approx(analysis.mean_loss(model, text_folder, TWO))
-    mean = torch.cat(added).mean((0, 1))
-    for name, bias in (("silent", 0 * mean), ("constant", mean)):
-        memory.forward = lambda a, *more: bias.expand(*a.shape[:2], -1)
-        loss = analysis.mean_loss(model, text_folder, TWO)
-        assert found[name] == approx(loss, abs=1e-5) != found["loss"]
-
-
 def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, grown, text_folder, capsys):
     """By hand: the loss with zeros for the last matrix of an attention or an FFN; and without the
-    only inserted block's memory."""
+    only inserted block, which has a memory alone."""
     parts = analyse("parts", grown_run, "--sequences=2")
     assert "all memories" in capsys.readouterr().out
     for name, last in (("attn", "attn.W_O.weight"), ("mlp", "mlp.down.weight")):
@@ -1268,7 +1219,9 @@ def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, grown, text_
             rise = analysis.mean_loss(model, text_folder, TWO) - parts["loss"]
             assert parts[name][layer] == approx(rise, abs=1e-5) != 0
     assert parts["mlp"][-1] is None
-    silent = analysis.block_losses(grown(), text_folder, TWO)["silent"]
+    model = grown()
+    model.inserted[0].forward = lambda x, *more: x
+    silent = analysis.mean_loss(model, text_folder, TWO)
     rise = approx(silent - parts["loss"], abs=1e-6)
     assert parts["memory"] == [None, None, rise]
     assert parts["all memories"] == parts["memory"][2]
