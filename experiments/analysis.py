@@ -26,16 +26,15 @@ import json
 import sys
 from pathlib import Path
 from statistics import mean, pstdev, pvariance
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
+from experiments.run import options
 from experiments.tasks import batched_loss, read_jsonl, recall
-from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, guard, help_text
-from prepare_fineweb import load_meta, need
+from prepare_fineweb import ConfigError, TokenShards, find_dataset, guard, load_meta, need
 
 # ---------------------------------------------------------------- settings: --key=value
 runs = ""                     # folders of runs, by commas
@@ -562,11 +561,7 @@ ANALYSES = {                    # what to compute, how to draw a run, in how man
 
 
 def main(argv):
-    if {"-h", "--help"} & {*argv}:
-        print(__doc__, help_text(Path(__file__).read_text(encoding="utf-8"), _defaults), sep="\n")
-        return
-    overrides, commands = configure(argv, _defaults)
-    c = SimpleNamespace(**{**_defaults, **overrides})
+    c, commands = options(argv, __doc__, __file__, _defaults)
     need(len(commands) == 1 and commands[0] in ANALYSES and c.runs,
          f"give one of {', '.join(ANALYSES)} and --runs=FOLDER,FOLDER (--help tells more)")
     for key in ("sequences", "datastore", "occurrences"):

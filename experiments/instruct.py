@@ -14,10 +14,11 @@ OUT_records/train.jsonl.
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from prepare_fineweb import ConfigError, configure, guard, help_text, need, prepare, read_files
+from experiments.run import options
+from experiments.tasks import write_jsonl
+from prepare_fineweb import ConfigError, guard, need, prepare, read_files
 
 # ---------------------------------------------------------------- settings: --key=value
 source = ""                   # the file, or a folder of them
@@ -57,11 +58,7 @@ def to_record(row, where):
 
 
 def main(argv):
-    if {"-h", "--help"} & {*argv}:
-        print(__doc__, help_text(Path(__file__).read_text(encoding="utf-8"), _defaults), sep="\n")
-        return
-    overrides, extra = configure(argv, _defaults)
-    c = SimpleNamespace(**{**_defaults, **overrides})
+    c, extra = options(argv, __doc__, __file__, _defaults)
     need(c.source and not extra, "give --source=FILE, a file of instructions, and options only")
     skipped = [word for word in c.skip.split(",") if word]
     rows = read_records(Path(c.source))
@@ -71,8 +68,7 @@ def main(argv):
             records.append(to_record(row, where))
     folder = Path(f"{c.out}_records")
     folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "train.jsonl").write_text(text, encoding="utf-8")
+    write_jsonl(folder / "train.jsonl", records)
     print(f"{len(records):,} of {len(rows):,} records")
     prepare(source=str(folder), tokenizer=c.tokenizer, out=c.out)
 

@@ -311,8 +311,6 @@ MUTANTS = [
      'found[f"new_{m}"] = mean(right[False, m])', "recall_is"),
     ("experiments/tasks.py", "domain = new if source.startswith(c.prefix) else old",
      "domain = old if source.startswith(c.prefix) else new", "domains_are"),
-    ("experiments/tasks.py", "targets = [-1] * (len(prompt) - 1) + answer",
-     "targets = [-1] * (len(prompt) - 1) + prompt[-1:] + answer[:-1]", "score"),
     ("experiments/analysis.py", 'for name in ("W_UV", "router", "memory", "W_V"):',
      'for name in ("W_V", "router", "memory", "W_UV"):', "states_are"),
     ("experiments/analysis.py", "output = output[-1] if isinstance",

@@ -65,6 +65,24 @@ class Run:
         return json.loads(file.read_text()) if file.exists() else {}
 
 
+# ---------------------------------------------------------------- for every program here
+
+def options(argv, doc, file, defaults):
+    """--key=value arguments -> (settings, the other arguments). Ends the program after --help."""
+    if {"-h", "--help"} & {*argv}:
+        print(doc, help_text(Path(file).read_text(encoding="utf-8"), defaults), sep="\n")
+        sys.exit()
+    given, others = configure(argv, defaults)
+    return SimpleNamespace(**{**defaults, **given}), others
+
+
+def save_costs(name, model, device, **figures):
+    """What a program that measures costs has found -> results/NAME-DEVICE.json."""
+    file = results_file(name, device).with_suffix(".json")
+    text = json.dumps({**figures, **origin(model, device)}, indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
 # ---------------------------------------------------------------- where a result comes from
 
 def source_hash(model):

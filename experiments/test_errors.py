@@ -664,9 +664,6 @@ tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 -  accuracy  no checkpoint
 -  accuracy --out_dir=run  data is no task's data folder
 -  accuracy --out_dir=run --device=x  device=x: choose
--  curves  no --results=
--  curves --results=no.jsonl  no.jsonl
--  curves --results=text.jsonl  text.jsonl
 -  facts --per_bucket=20 --source=text.jsonl  per_bucket=20: must be a multiple of 16
 -  facts --source=nowhere  nowhere
 -  domains --source=text.jsonl  domain has too few
@@ -676,7 +673,6 @@ a.json = b'[3]'  prosqa --val=a.json  a.json, sample 0
 a.json = b'[]'  prosqa --val=a.json  too few different documents
 a.json.xz = b"no xz"  prosqa --val=a.json.xz  a.json.xz cannot be read
 a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records with a text
-a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
 # experiments/analysis.py --runs=run
 -  -  give one of entropy, separability
 -  entropy slots  give one of entropy, separability

@@ -22,6 +22,8 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pytest import approx
 from torch.testing import assert_close
 
@@ -33,7 +35,7 @@ from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_gro
 import model_midus
 import model_move
 import sample
-from experiments import analysis, instruct, mutants, tasks
+from experiments import analysis, instruct, lime_arithmetic, midus_rates, mutants, tasks
 from experiments import run as runner
 from experiments.tasks import read_jsonl
 from experiments.topics import Retriever, walk
@@ -267,7 +269,6 @@ def test_the_table_and_its_picture(finished, lab, monkeypatch):
     assert "private" not in (lab / f"{RESULTS}.jsonl").read_text()
     shutil.rmtree(lab / "out")
     monkeypatch.setattr(runner, "plot", real_plot)
-    from matplotlib.axes import Axes
     bars = []
     monkeypatch.setattr(Axes, "errorbar", lambda axes, x, y, xerr, **_: bars.append((x, xerr)))
     assert runner.main(finished, ["--table_only=True"]) == 0   # from the results file alone
@@ -601,16 +602,27 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
         assert (results / f"which_memory-{picture}.png").exists()
 
 
-def test_rates_of_midus_are_drawn_as_a_line_for_each_method(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-    from experiments import midus_rates
-    lines = []
-    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, **__: lines.append((x, y)))
+@pytest.fixture
+def lines(monkeypatch):
+    """The (x, y) of what is drawn; no picture is written."""
+    drawn = []
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, **__: drawn.append((x, y)))
+    monkeypatch.setattr(Figure, "savefig", lambda *arguments, **_: None)
+    return drawn
+
+
+def test_rates_of_midus_are_drawn_as_a_line_for_each_method(lines):
     rows = dict.fromkeys(midus_rates.variants, {})
     rows["LESA 0.000125"] = {0: dict(retention_loss=2., val_loss=5.)}
     rows["LESA 0.002"] = {0: dict(retention_loss=3., val_loss=4.)}
-    midus_rates.draw(rows, tmp_path / "x.png")
+    midus_rates.finish(rows, "cpu")
     assert lines == [((2, 3), (5, 4))]
+
+
+def test_curves_of_arithmetic_are_means_over_seeds(lines):
+    curves = [[dict(step=5, accuracy=a), dict(step=9, accuracy=2 * a)] for a in (.125, .375)]
+    lime_arithmetic.finish({"LIMe": {seed: dict(curve=c) for seed, c in enumerate(curves)}}, "cpu")
+    assert lines == [([5, 9], [.25, .5])]
 
 
 # ================================================================ tasks.py
@@ -677,19 +689,6 @@ def test_a_task_trains_and_its_accuracy_is_a_result(tmp_path, capsys):
     assert f"accuracy_3     {result['accuracy_3']:.4f}" in capsys.readouterr().out
 
 
-CURVES = """
-{"variant": "A", "curve": [{"step": 0, "accuracy": 0.1}, {"step": 1, "accuracy": 0.2}]}
-{"variant": "A", "curve": [{"step": 0, "accuracy": 0.3}, {"step": 1, "accuracy": 0.6}]}
-"""
-
-
-def test_curves_are_means_over_seeds(tmp_path, capsys):
-    (tmp_path / "toy.jsonl").write_text(CURVES)
-    tasks.main(["curves", f"--results={tmp_path}/toy.jsonl"])
-    assert re.search(r"A +0: 0.200 1: 0.400\n", capsys.readouterr().out)
-    assert (tmp_path / "toy-curves.png").exists()
-
-
 class Knows(torch.nn.Module):
     """A stand-in for a model: after a row of tokens the one that it has by heart is likeliest."""
 
@@ -743,11 +742,8 @@ def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
     assert found == dict(zip(("accuracy", "accuracy_2", "accuracy_3"), expected))
 
 
-def test_score_and_answer_greedy_against_the_logits():
+def test_answers_are_those_of_prompts_alone():
     model = make().eval()
-    logp = F.log_softmax(model(torch.tensor([[4, 8, 9, 10]]))[0][0], -1)
-    wanted = logp[[0, 1, 2], [8, 9, 10]].sum().item()
-    assert tasks.score(model, [4], [8, 9, 10]) == approx(wanted, abs=1e-4)
     prompts = [[1, 2, 3], [4], [5, 6]]
     alone = []
     for prompt in prompts:
