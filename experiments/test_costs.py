@@ -10,22 +10,20 @@ import torch
 from pytest import approx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments import bank_size, midus_costs, ultramem_growth
+from experiments import bank_size, midus_costs, run, ultramem_growth
 
 
 @pytest.fixture
 def measure(tmp_path, monkeypatch, capsys):
     """Runs one of them in a folder of its own -> what it writes and what it prints."""
-    def run(program, name, flags):
-        results = tmp_path / "experiments/results"
-        results.mkdir(parents=True)
-        monkeypatch.setattr(program, "ROOT", tmp_path)
+    def start(program, name, flags):
+        monkeypatch.setattr(run, "results_file", lambda name, scale: tmp_path / f"{name}-{scale}.x")
         for key, value in program._defaults.items():           # undone after what main() sets
             monkeypatch.setattr(program, key, value)
         program.main(flags.split())
-        return json.loads((results / f"{name}-cpu.json").read_text()), capsys.readouterr().out
+        return json.loads((tmp_path / f"{name}-cpu.json").read_text()), capsys.readouterr().out
 
-    return run
+    return start
 
 
 def test_bank_size_times_a_step(measure):
