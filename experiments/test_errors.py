@@ -713,7 +713,6 @@ a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --tokenizer=n
 a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --out=text.jsonl/x  text.jsonl
 # experiments/kernel_speed.py
 -  --jsn  unknown option --jsn
--  --quick=yes  --quick wants True or False
 -  --json=nowhere/x.json  there is no folder nowhere
 -  file  no file or command
 # experiments/step_time.py
