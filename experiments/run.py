@@ -664,13 +664,9 @@ def data_id_of(dataset):
 
 def main(path, argv, dataset=""):
     """Run the experiment file. -> exit code: 0; 1 if a run failed; 130 after Ctrl-C."""
-    defaults = vars(Options())
-    if {"-h", "--help"} & {str(path), *argv}:
-        print(__doc__, help_text(Path(__file__).read_text(encoding="utf-8"), defaults), sep="\n")
-        return 0
-    overrides, others = configure(argv, defaults)
+    defaults = vars(Options(dataset=dataset))
+    opt, (_, *others) = options([str(path), *argv], __doc__, __file__, defaults)
     need(not others, f"one experiment at a time, not also {', '.join(others)}")
-    opt = Options(**{"dataset": dataset, **overrides})
     need(opt.scale[:3] in ("cpu", "gpu"), f"--scale={opt.scale}: must be cpu or gpu, or what the "
          "experiment has beside them")
     need(opt.jobs >= 1, f"jobs={opt.jobs}: must be at least 1")
