@@ -58,8 +58,6 @@ def test_midus_costs_times_every_method(measure, monkeypatch):
         assert min(row["step_ms"], row["prefill_ms"], row["token_ms"]) > 0
         weights = 4 * row["parameters"] + 12 * row["trained"]  # gradients and two moments
         assert row["held_mb"] == approx(row["kept_mb"] + weights / 2 ** 20)
-        if name not in ("base", "SOLAR"):
-            assert row["trained"] == row["parameters"] - found["base"]["parameters"]
     kept = {name: row["kept_mb"] for name, row in found.items()}
     assert kept["HML top-heavy"] < kept["HML"] < kept["HML bottom-heavy"]
     assert kept["OpT-DeUS"] < kept["Llama Pro"] < kept["SOLAR"]
@@ -75,9 +73,6 @@ def test_ultramem_growth_times_what_grows_with_the_slots(measure):
     assert a["touched"] <= 24 * 4
     for part in ("dense", "sparse", "scoring", "rows"):
         assert min(a[f"{part}_ms"], b[f"{part}_ms"]) > 0
-    rows = (24 ** 2 - 12 ** 2) * (12 + 4)                      # of D_v + D_p
-    keys = 12 * 2 * 2 * 16                                     # of D_k
-    assert b["parameters"] - a["parameters"] == rows + keys
     assert found["growth"][0]["of"] == [12, 24]
     assert "from 12 to 24" in said
     race, touched = ultramem_growth.racers(12, torch.randint(256, (1, 25)))
