@@ -701,7 +701,7 @@ a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records w
 -  --source=dict.json  must be an array of records
 -  --source=text.jsonl  record 1: a record must have texts 'instruction'
 -  --source=image.png  image.png is not, or does not hold
--  --skip  --skip needs a value
+-  --source  --source needs a value
 a.json = b"["  --source=a.json  a.json cannot be read
 a.json = b"[3]"  --source=a.json  a.json, record 1
 a.json = b"[]"  --source=a.json  too few

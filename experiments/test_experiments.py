@@ -908,35 +908,26 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
 
 # ================================================================ instruct.py
 
-INSTRUCTIONS = []
-for number in range(120):
-    given, answer = ("input", "output") if number < 60 else ("context", "response")
-    INSTRUCTIONS.append({
-        "instruction": f"Repeat {number}.",
-        given: "a word" if number % 2 else "",                 # Alpaca's names and Dolly's
-        answer: f"word {number}",
-        "source": "prose" if number % 3 else "code"})
-
-
-def test_instructions_become_prompts_and_answers(tmp_path, capsys):
-    def records_of(source, *flags):
-        flags = [f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data", *flags]
-        instruct.main(flags)
+def test_instructions_become_prompts_and_answers(tmp_path):
+    """By Alpaca's names, in an array, and by Dolly's, a record a line."""
+    def records_of(source):
+        instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data"])
         return read_jsonl(tmp_path / "data_records/train.jsonl")
 
     array = tmp_path / "array.json"
-    array.write_text(json.dumps(INSTRUCTIONS))
+    lines = tmp_path / "lines.jsonl.xz"
+    rows = [dict(instruction=f"Repeat {n}.", output=f"word {n}") for n in range(120)]
+    rows[3]["input"] = "a word"
+    array.write_text(json.dumps(rows))
+    text = "\n".join(map(json.dumps, rows))
+    dolly = text.replace("output", "response").replace("input", "context")
+    lines.write_bytes(lzma.compress(dolly.encode()))
     records = records_of(array)
+    assert records_of(lines) == records
     assert [record["answer"] for record in records] == [f"word {n}" for n in range(120)]
-    lines = write_jsonl(tmp_path / "rows.jsonl", INSTRUCTIONS)
-    source = tmp_path / "rows.jsonl.xz"
-    source.write_bytes(lzma.compress(lines.read_bytes()))
-    assert records_of(source, "--skip=code,math") == [r for n, r in enumerate(records) if n % 3]
-    assert "80 of 120 records" in capsys.readouterr().out
     assert records[2]["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
-    for n in (1, 61):
-        prompt = f"### Instruction:\nRepeat {n}.\n\n### Input:\na word\n\n### Response:\n"
-        assert records[n]["prompt"] == prompt
+    between = "Repeat 3.\n\n### Input:\na word\n\n### Response:"
+    assert records[3]["prompt"] == f"### Instruction:\n{between}\n"
 
 
 # ================================================================ analysis.py
@@ -945,7 +936,6 @@ def test_the_path_without_the_best_node_of_a_level():
     x = torch.tensor([[0.1, 0.1], [0.9, 0.2], [3.1, 0.0], [0.2, 1.2]])
     centroids = [torch.tensor([[0.5, 0.5], [3., 0.]]),
                  torch.tensor([[0., 0.], [1., 0.], [3., 0.], [4., 0.]])]
-
     tree = Retriever(torch.stack, "2,2", centroids)
     without = [analysis.without_best(tree, list(x), level).tolist() for level in (1, 2)]
     assert without == [[[1, 2], [1, 2], [0, 1], [1, 2]], [[0, 1], [0, 0], [1, 3], [0, 1]]]
