@@ -29,25 +29,23 @@ import prepare_fineweb
 
 # ---------------------------------------------------------------- a program in this process
 
-def outcome(program, argv, home):
+def outcome(program, argv, home, monkeypatch, capsys):
     """Runs a program in a folder as the interpreter would -> (exit code, its lines on stderr)."""
-    output, error = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     lock = prepare_fineweb.lock
     code = 0
-    with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch, \
-            warnings.catch_warnings():
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(prepare_fineweb.atexit, "register", lambda *arguments: None)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    changes = dict(path=[str(home / "repo"), *sys.path], argv=[program, *argv],
+                   excepthook=sys.excepthook, stdin=io.StringIO())
+    for name, value in changes.items():
+        monkeypatch.setattr(sys, name, value)
+    with contextlib.ExitStack() as locks, warnings.catch_warnings():
         warnings.simplefilter("error")
         for kind in (DeprecationWarning, ResourceWarning):     # files are closed at the end
             warnings.filterwarnings("ignore", category=kind)
-        patch.chdir(home)
-        patch.setattr(prepare_fineweb, "lock",
-                      lambda *given, **more: locks.enter_context(lock(*given, **more)))
-        patch.setattr(prepare_fineweb.atexit, "register", lambda *arguments: None)
-        patch.setattr(signal, "signal", lambda *arguments: None)
-        changes = dict(path=[str(home / "repo"), *sys.path], argv=[program, *argv],
-                       excepthook=sys.excepthook, stdin=io.StringIO(), stdout=output, stderr=error)
-        for name, value in changes.items():
-            patch.setattr(sys, name, value)
+        monkeypatch.setattr(prepare_fineweb, "lock",
+                            lambda *given, **more: locks.enter_context(lock(*given, **more)))
         try:
             runpy.run_path(str(home / "repo" / program), run_name="__main__")
         except SystemExit as stop:
@@ -55,8 +53,7 @@ def outcome(program, argv, home):
         except BaseException as failure:
             code = 1
             sys.excepthook(type(failure), failure, failure.__traceback__)
-    error.flush()
-    said = error.buffer.getvalue().decode().splitlines()
+    said = capsys.readouterr().err.splitlines()
     return (1, [code]) if isinstance(code, str) else (code, said)
 
 
@@ -773,7 +770,7 @@ def cases():
 
 @pytest.mark.parametrize("program, state, flags, message", cases())
 def test_a_mistake_is_one_line_and_touches_nothing(
-        program, state, flags, message, home, pristine):
+        program, state, flags, message, home, pristine, monkeypatch, capsys):
     try:
         with contextlib.ExitStack() as stack:
             if state.endswith(" locked"):
@@ -783,7 +780,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(
             elif state != "-":
                 spoil(home, state)
             before = files_of(home)
-            code, said = outcome(program, flags.split(), home)
+            code, said = outcome(program, flags.split(), home, monkeypatch, capsys)
             after = files_of(home)
         assert (code, len(said)) == (1, 1), said[-12:]
         assert said[0].startswith(f"{Path(program).name}: ")
