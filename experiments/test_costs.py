@@ -73,6 +73,8 @@ def test_ultramem_growth_times_what_grows_with_the_slots(measure):
     assert a["touched"] <= 24 * 4
     for part in ("dense", "sparse", "scoring", "rows"):
         assert min(a[f"{part}_ms"], b[f"{part}_ms"]) > 0
+    slots = 24 ** 2 - 12 ** 2
+    assert b["parameters"] - a["parameters"] == slots * (12 + 4) + 12 * 64   # D_v + D_p; the keys
     assert found["growth"][0]["of"] == [12, 24]
     assert "from 12 to 24" in said
     race, touched = ultramem_growth.racers(12, torch.randint(256, (1, 25)))
