@@ -44,8 +44,6 @@ datastore = 20000             # rag: training texts to retrieve from
 occurrences = 1100            # separability: of each word
 blimp = ""                    # folder of BLiMP's PARADIGM.jsonl or .jsonl.xz
 device = "cpu"                # cpu | cuda
-_defaults = {key: value for key, value in globals().items()
-             if not key.startswith("_") and isinstance(value, (int, float, str))}
 # ----------------------------------------------------------------
 WORDS = ("is", "are", "was", "were")
 BLIMP = (                     # Appendix D's ten, in its order
@@ -561,7 +559,7 @@ ANALYSES = {                    # what to compute, how to draw a run, in how man
 
 
 def main(argv):
-    c, commands = options(argv, __doc__, __file__, _defaults)
+    c, commands = options(argv, globals())
     need(len(commands) == 1 and commands[0] in ANALYSES and c.runs,
          f"give one of {', '.join(ANALYSES)} and --runs=FOLDER,FOLDER (--help tells more)")
     for key in ("sequences", "datastore", "occurrences"):

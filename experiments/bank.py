@@ -51,7 +51,6 @@ overwrite = False         # merge: replace a checkpoint in out_dir
 nodes = ""                # remove: level:node, ...
 prompt = "The"            # read: the text
 embedder_path = ""        # read: folder of the tree's embedder, where that is not installed
-_defaults = {k: v for k, v in globals().items() if isinstance(v, (bool, str)) and k[0] != "_"}
 # ------------------------------------------------------------------
 
 
@@ -241,7 +240,7 @@ def read(out_dir, prompt, embedder_path=""):
 
 
 def main(argv):
-    c, commands = options(argv, __doc__, __file__, _defaults)
+    c, commands = options(argv, globals())
     need(len(commands) == 1, "one of split, merge, remove, read; --help tells more")
     if commands[0] == "split":
         split(c.dataset)

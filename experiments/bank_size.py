@@ -29,7 +29,6 @@ blocks = 4096                 # of the large bank, the generic one among them; t
 rank = 91                     # FFN channels of a block
 steps = 40                    # that count, after five to warm up
 device = "cpu"                # cpu | cuda
-_defaults = {k: v for k, v in globals().items() if isinstance(v, (int, str)) and k[0] != "_"}
 # ------------------------------------------------------------------
 
 
@@ -65,7 +64,7 @@ class Racer:
 
 
 def main(argv):
-    c, others = options(argv, __doc__, __file__, _defaults)
+    c, others = options(argv, globals())
     need(not others, f"no file or command, not {others}")
     need(c.blocks >= 42, f"blocks={c.blocks}: must be 42 or more")
     need(min(c.rank, c.steps) > 0, f"rank={c.rank}, steps={c.steps}: must be 1 or more")

@@ -21,7 +21,6 @@ from sample import generate, load_model, pick_device
 out_dir = ""            # a run's folder, or a ckpt.pt
 device = ""             # cuda | mps | cpu; empty: the accelerator if there is one
 steps = 8               # tokens of each measurement
-_defaults = {"out_dir": out_dir, "device": device, "steps": steps}
 
 
 def token_times(model, idx, steps, cached):
@@ -45,7 +44,7 @@ def measure(model, batch_size, length, steps, device, cached):
 
 
 def main(argv):
-    c, _ = options(argv, __doc__, __file__, _defaults)
+    c, _ = options(argv, globals())
     need(c.out_dir, "out_dir: which run? --out_dir=out/move-d4")
     need(c.steps >= 2, f"steps={c.steps}: must be at least 2")
     device = pick_device(c.device)

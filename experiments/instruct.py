@@ -23,8 +23,6 @@ from prepare_fineweb import ConfigError, guard, need, prepare, read_files
 source = ""                   # the file, or a folder of them
 out = "data/sft"              # folder to write
 tokenizer = "gpt2"            # gpt2 | bytes | a tokenizer.json
-_defaults = {key: value for key, value in globals().items()
-             if not key.startswith("_") and isinstance(value, (int, float, str))}
 # ----------------------------------------------------------------
 
 
@@ -56,7 +54,7 @@ def to_record(row, where):
 
 
 def main(argv):
-    c, extra = options(argv, __doc__, __file__, _defaults)
+    c, extra = options(argv, globals())
     need(c.source and not extra, "give --source=FILE, a file of instructions, and options only")
     records = [to_record(row, where) for row, where in read_records(Path(c.source))]
     folder = Path(f"{c.out}_records")

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments.run import save_costs
+from experiments.run import options, save_costs
 from experiments.ultramem_growth import timed
 from kernels import tune_cpu
 from model_midus import DENSE, Config, Model, upscale
-from prepare_fineweb import configure, guard, need
+from prepare_fineweb import guard, need
 from sample import pick_device
 
 # -------------------------------------------------------------------------- settings: --key=value
@@ -35,7 +35,6 @@ block_size = 512              # tokens of a sequence
 prompt = 256                  # tokens
 steps = 15                    # that count, after three to warm up
 device = "cpu"                # cpu | cuda
-_defaults = {k: v for k, v in globals().items() if k[0] != "_" and isinstance(v, (int, str))}
 # --------------------------------------------------------------------------
 WARMUP = 3                    # steps that do not count
 NEW_TOKENS = 8
@@ -152,8 +151,8 @@ def measure():
 
 
 def main(argv):
-    overrides, others = configure(argv, _defaults)
-    globals().update(overrides)
+    c, others = options(argv, globals())
+    globals().update(vars(c))
     need(not others, f"midus_costs.py takes no file, such as {others[:1]}")
     need(min(batch, steps, prompt) >= 1, "batch, steps and prompt must be 1 or more")
     need(prompt + NEW_TOKENS <= block_size, f"block_size must be prompt + {NEW_TOKENS} or more")
@@ -169,8 +168,7 @@ def main(argv):
                   for column in ("step_ms", "prefill_ms", "token_ms")]
         print(f"{name:17} {row['parameters']:10,} {row['trained']:10,} {row['kept_mb']:9.1f} "
               f"{row['held_mb']:8.1f} ", *ratios)
-    settings = {key: globals()[key] for key in _defaults if key != "device"}
-    save_costs("midus_costs", "midus", device, methods=found, **settings)
+    save_costs("midus_costs", "midus", device, methods=found, settings=vars(c))
 
 
 if __name__ == "__main__":

@@ -67,10 +67,17 @@ class Run:
 
 # ---------------------------------------------------------------- for every program here
 
-def options(argv, doc, file, defaults):
-    """--key=value arguments -> (settings, the other arguments). Ends the program after --help."""
+def options(argv, program, defaults=None):
+    """--key=value arguments of a program, its globals() -> (settings, the other arguments). Its
+    settings are its numbers and strings with small letters. Ends it after --help."""
+    if defaults is None:
+        defaults = {}
+        for key, value in program.items():
+            if key.islower() and key[0] != "_" and isinstance(value, (int, float, str)):
+                defaults[key] = value
     if {"-h", "--help"} & {*argv}:
-        print(doc, help_text(Path(file).read_text(encoding="utf-8"), defaults), sep="\n")
+        source = Path(program["__file__"]).read_text(encoding="utf-8")
+        print(program["__doc__"], help_text(source, defaults), sep="\n")
         sys.exit()
     given, others = configure(argv, defaults)
     return SimpleNamespace(**{**defaults, **given}), others
@@ -665,7 +672,7 @@ def data_id_of(dataset):
 def main(path, argv, dataset=""):
     """Run the experiment file. -> exit code: 0; 1 if a run failed; 130 after Ctrl-C."""
     defaults = vars(Options(dataset=dataset))
-    opt, (_, *others) = options([str(path), *argv], __doc__, __file__, defaults)
+    opt, (_, *others) = options([str(path), *argv], globals(), defaults)
     need(not others, f"one experiment at a time, not also {', '.join(others)}")
     need(opt.scale[:3] in ("cpu", "gpu"), f"--scale={opt.scale}: must be cpu or gpu, or what the "
          "experiment has beside them")

@@ -70,8 +70,6 @@ vocab_size = 4096             # facts, domains: tokens of the bpe trained on the
 out_dir = ""                  # accuracy: a run's folder, or a ckpt.pt
 dataset = ""                  # accuracy: data folder; empty: the checkpoint's own
 device = "cpu"                # accuracy: cpu | cuda
-_defaults = {key: value for key, value in globals().items()
-             if not key.startswith("_") and isinstance(value, (int, float, str))}
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -675,7 +673,7 @@ def print_accuracy(c):
 
 
 def main(argv):
-    c, commands = options(argv, __doc__, __file__, _defaults)
+    c, commands = options(argv, globals())
     known = (*TASKS, "accuracy")
     need(len(commands) == 1 and commands[0] in known, f"give one of {', '.join(known)}, "
          f"not {' '.join(commands) or 'nothing'} (--help tells more)")

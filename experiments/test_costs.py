@@ -18,7 +18,7 @@ def measure(tmp_path, monkeypatch, capsys):
     """Runs one of them in a folder of its own -> what it writes and what it prints."""
     def start(program, name, flags):
         monkeypatch.setattr(run, "results_file", lambda name, scale: tmp_path / f"{name}-{scale}.x")
-        for key, value in program._defaults.items():           # undone after what main() sets
+        for key, value in vars(program).copy().items():        # undone after what main() sets
             monkeypatch.setattr(program, key, value)
         program.main(flags.split())
         return json.loads((tmp_path / f"{name}-cpu.json").read_text()), capsys.readouterr().out

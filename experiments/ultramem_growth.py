@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments.run import save_costs
+from experiments.run import options, save_costs
 from kernels import (LazyAdam, clip_grads, gather_dot, gather_sum, keep_coalesced, sort_indices,
                      tune_cpu)
 from model_ultramem import Config, Model
-from prepare_fineweb import configure, guard, need
+from prepare_fineweb import guard, need
 
 # -------------------------------------------------------------------------- settings: --key=value
 sizes = "512,1024,2048"       # n, row (and column) keys
@@ -36,7 +36,6 @@ batch = 4                     # sequences of a step
 block_size = 256              # tokens of a sequence
 steps = 25                    # that count, after three to warm up
 device = "cpu"                # cpu | cuda
-_defaults = {k: v for k, v in globals().items() if k[0] != "_" and isinstance(v, (int, str))}
 # --------------------------------------------------------------------------
 WARMUP = 3                    # steps that do not count
 
@@ -161,8 +160,8 @@ def compare(times, a, b):
 
 
 def main(argv):
-    overrides, others = configure(argv, _defaults)
-    globals().update(overrides)
+    c, others = options(argv, globals())
+    globals().update(vars(c))
     need(not others, f"no file is wanted, not {others}")
     need(device in ("cpu", "cuda"), f"device={device}: choose cpu or cuda")
     need(re.fullmatch("[0-9]+(,[0-9]+)*", sizes), f"sizes={sizes}: whole numbers, by commas")
@@ -189,8 +188,8 @@ def main(argv):
                            for part in ("scoring", "rows"))
         print(f"from {a} to {b} a step takes {step:.1f} ms more, {shares}; "
               f"dense {more['dense_ms']:.1f}")
-    settings = {key: globals()[key] for key in _defaults if key not in ("device", "sizes")}
-    save_costs("ultramem_growth", "ultramem", device, sizes=found, growth=growth, **settings)
+    save_costs("ultramem_growth", "ultramem", device, sizes=found, growth=growth,
+               settings=vars(c))
 
 
 if __name__ == "__main__":
