@@ -45,7 +45,8 @@ def blocks(run):
 def test_split_puts_every_sequence_into_the_folder_of_its_subtree(runs):
     names = ("tree-subtree0", "tree-subtree1", "tree")
     first, second, whole = (sequences(runs / name, "train").tolist() for name in names)
-    assert [{row[-1] for row in rows} for rows in (first, second)] == [{0, 1}, {2, 3}]
+    leaves = [{row[-1] for row in rows} for rows in (first, second)]
+    assert leaves == [{0, 1}, {2, 3}]
     assert sorted(first + second) == sorted(whole)
 
 
@@ -107,7 +108,9 @@ def test_a_prompt_reads_its_own_blocks_of_a_large_checkpoint(text_folder, tmp_pa
     found = bank.read(tmp_path, "river boat")
     assert found["bank"] == 64 * found["blocks"] == 49_152_000
     read = found["prompt"] - found["anchor"]
-    page, neighbours = 4096, 2 ** 22                           # of a page; some systems take many
+    page = 4096
+    neighbours = 2 ** 22                                       # of a page; some systems take many
     assert found["blocks"] - page < read < found["blocks"] + neighbours
     assert found["prompt"] < found["bank"] / 4
-    assert f"{found['prompt']:15,} after the prompt's blocks" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{found['prompt']:15,} after the prompt's blocks" in said

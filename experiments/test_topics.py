@@ -23,7 +23,8 @@ def sequences(folder, split):
     """(S, 65): the tokens of each sequence, its targets (-1: nothing is predicted), its leaf."""
     data = TokenShards(folder, split, 32)
     windows = range(data.n_windows)
-    return torch.cat((*data.batch(windows), data.context(windows)["leaf"][:, None]), 1)
+    leaves = data.context(windows)["leaf"][:, None]
+    return torch.cat((*data.batch(windows), leaves), 1)
 
 
 def test_sequences_hold_windows_of_one_leaf_and_each_token_once(clustered):
@@ -33,7 +34,8 @@ def test_sequences_hold_windows_of_one_leaf_and_each_token_once(clustered):
     leaf_of = Retriever.load(clustered / "retriever.npz").path(windows)[:, -1]
     pieces = []
     for *row, leaf in sequences(clustered, "val").tolist():
-        text = "".join(chr(i) if 0 <= i < 256 else "|" for i in [*row[:32], row[-1]])
+        tokens = [*row[:32], row[-1]]
+        text = "".join(chr(i) if 0 <= i < 256 else "|" for i in tokens)
         for piece in text.split("|"):
             where = [piece in window for window in windows]
             assert leaf in leaf_of[where]
@@ -136,12 +138,14 @@ def test_k_means_starts_in_every_cluster():
 
 def test_walk_is_greedy():
     torch.manual_seed(0)
-    x, *centroids = (torch.randn(n, 5) for n in (50, 3, 6, 24))
+    x = torch.randn(50, 5)
+    centroids = [torch.randn(n, 5) for n in (3, 6, 24)]
     for row, path in zip(x, walk(x, centroids).tolist()):
         node = 0
         for c, k, got in zip(centroids, (3, 2, 4), path):
-            distances = (row - c[node * k:node * k + k]).norm(dim=1)
-            node = node * k + int(distances.argmin())
+            first = node * k
+            distances = (row - c[first:first + k]).norm(dim=1)
+            node = first + int(distances.argmin())
             assert node == got
 
 
