@@ -742,19 +742,15 @@ def test_answers_are_those_of_prompts_alone():
     assert wanted[1] == []
 
 
-def parse_prosqa(question):
-    """-> [(child, parent)] of the facts, the name asked for, the two concepts."""
-    *facts, asked = re.findall(r"[^.?]+[.?]", question)
-    edges = [re.fullmatch(r" ?(?:Every )?(\w+) is a (\w+)\.", fact).groups() for fact in facts]
-    return edges, *re.fullmatch(r" Is (\w+) a (\w+) or (\w+)\?", asked).groups()
-
-
 def test_prosqa_is_a_graph_with_one_answer():
     rng = random.Random(0)
     first = 0
     for _ in range(60):
         question = tasks.prosqa_sample(rng)
-        edges, name, *concepts = parse_prosqa(question["question"])
+        *facts, asked = re.findall(r"[^.?]+[.?]", question["question"])
+        name, *concepts = re.fullmatch(r" Is (\w+) a (\w+) or (\w+)\?", asked).groups()
+        form = re.compile(r" ?(?:Every )?(\w+) is a (\w+)\.")
+        edges = [form.fullmatch(fact).groups() for fact in facts]
         below, over = map(set, zip(*edges))
         roots = below - over
         assert name in roots <= set(tasks.NAMES)
