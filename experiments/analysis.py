@@ -6,12 +6,9 @@ LIMe (sections 5.3 and 5.5, Appendix D):
     entropy         Renyi entropy of values and hidden states
     separability    of is, are, was, were, by a linear classifier
     blimp           grammatical or not? by a linear classifier, --blimp=FOLDER
-    router          which layers each layer reads
-MoVE (Appendix B):
-    words           gates at a word in two senses, --words=bank,cold, on the texts of words.json
 MIDUS (Figure 3):
     importance      of every attention head, before continued pre-training and after
-    slots           which memory slots each head uses; what of the blocks is constant
+    slots           which memory slots each head uses
 Hierarchical memories:
     retrieval       the loss with fetched, generic, wrong and no memories
     rag             the loss with a retrieved text in the context (Appendix H)
@@ -29,16 +26,15 @@ import json
 import sys
 from pathlib import Path
 from statistics import mean, pstdev, pvariance
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
+from experiments.run import options
 from experiments.tasks import batched_loss, read_jsonl, recall
-from prepare_fineweb import ConfigError, TokenShards, configure, find_dataset, guard, help_text
-from prepare_fineweb import load_meta, need
+from prepare_fineweb import ConfigError, TokenShards, find_dataset, guard, load_meta, need
 
 # ---------------------------------------------------------------- settings: --key=value
 runs = ""                     # folders of runs, by commas
@@ -47,10 +43,7 @@ sequences = 64                # validation windows (retrieval, rag: four times a
 datastore = 20000             # rag: training texts to retrieve from
 occurrences = 1100            # separability: of each word
 blimp = ""                    # folder of BLiMP's PARADIGM.jsonl or .jsonl.xz
-words = "bank"                # words: those of experiments/words.json to look at, by commas
 device = "cpu"                # cpu | cuda
-_defaults = {key: value for key, value in globals().items()
-             if not key.startswith("_") and isinstance(value, (int, float, str))}
 # ----------------------------------------------------------------
 WORDS = ("is", "are", "was", "were")
 BLIMP = (                     # Appendix D's ten, in its order
@@ -360,35 +353,6 @@ def rag(model, tok, folder, c, prefix=32):
     return found
 
 
-# ---------------------------------------------------------------- routers and words
-
-def router_maps(model, tok, folder, c):
-    """Figures 5 and 9: {"layers": (layer, source), what a layer reads of each layer, "heads":
-    (layer * head, source)}"""
-    seen = model.inspect(torch.tensor([[tok.eot]], device=c.device))
-    need("router" in seen, "`router` is for models with routers, such as --model=lime")
-    shares = seen["router"][0].cpu()                            # (layer, head, source)
-    heads = shares / shares.sum(-1, keepdim=True)
-    return {"layers": shares.mean(1).tolist(), "heads": heads.flatten(0, 1).tolist()}
-
-
-def word_gates(model, tok, folder, c):
-    """MoVE's Appendix B. Texts A1 and A2 share a sense of the word, B1 has another: is |A1-B1|
-    above |A1-A2|, and at which length? {word: {tensor of inspect(): {"axes", "gate_v", length:
-    [grids of A1, A2, B1]}}}"""
-    texts = json.loads(Path(__file__).with_name("words.json").read_text())
-    found = {}
-    for word in c.words.split(","):
-        need(word in texts, f"words={word}: experiments/words.json has {', '.join(texts)}")
-        found[word] = {}
-        for length, three in texts[word].items():
-            for text in three:
-                for name, (grid, axes, gate_v) in sample.look(model, tok, text, word).items():
-                    entry = found[word].setdefault(name, {"axes": axes, "gate_v": gate_v})
-                    entry.setdefault(length, []).append(grid.tolist())
-    return found
-
-
 # ---------------------------------------------------------------- attention heads
 
 def all_blocks(model):
@@ -435,10 +399,10 @@ def importance(model, tok, folder, c):
     return kinds
 
 
-# ---------------------------------------------------------------- memory slots and parts of a layer
+# ---------------------------------------------------------------- memory slots
 
 @torch.no_grad()
-def slot_use(model, folder, c):
+def slot_use(model, tok, folder, c):
     """{"slots": of a head, "tokens": that were read, "touched": (layer, head), slots with any
     weight, "dead": (layer, head), the share of the others, "ranked": (layer, slot), shares of a
     head's retrievals, largest first, mean over heads}"""
@@ -456,38 +420,12 @@ def slot_use(model, folder, c):
             "dead": dead.double().mean(-1).tolist(), "ranked": ranked.tolist()}
 
 
+# ---------------------------------------------------------------- parts of a layer
+
 @torch.no_grad()
-def mean_loss(model, folder, c, parts=(), change=None):
-    """Nats on the validation windows, with the forward hook `change` on the modules `parts`."""
-    with while_hooked([part.register_forward_hook(change) for part in parts]):
-        return mean(model(x, y)[1].item() for x, y in windows(model, folder, c))
-
-
-def block_losses(model, folder, c):
-    """Of a grown MIDUS on the validation windows: {"loss": nats, "silent": where the inserted
-    blocks add nothing, "constant": where each adds its mean over these tokens, whatever the
-    token}. From silent to constant is what a bias would do, from there to the loss what looks at
-    the text."""
-    seen = {}
-
-    def watch(block, inputs, output):
-        seen.setdefault(block, []).append((output - inputs[0]).mean((0, 1)))
-
-    def silence(block, inputs, output):
-        return inputs[0]
-
-    def fix(block, inputs, output):
-        return inputs[0] + torch.stack(seen[block]).mean(0)
-
-    ways = {"loss": watch, "silent": silence, "constant": fix}
-    return {name: mean_loss(model, folder, c, model.inserted, way) for name, way in ways.items()}
-
-
-def slots_and_losses(model, tok, folder, c):
-    found = slot_use(model, folder, c)
-    if hasattr(model, "inserted"):
-        found.update(block_losses(model, folder, c))
-    return found
+def mean_loss(model, folder, c):
+    """Nats on the validation windows."""
+    return mean(model(x, y)[1].item() for x, y in windows(model, folder, c))
 
 
 def part_losses(model, tok, folder, c):
@@ -505,7 +443,8 @@ def part_losses(model, tok, folder, c):
     whole = mean_loss(model, folder, c)
 
     def rise(parts):
-        loss = mean_loss(model, folder, c, parts, silence)
+        with while_hooked([part.register_forward_hook(silence) for part in parts]):
+            loss = mean_loss(model, folder, c)
         # A part that is called in another way cannot be silenced.
         return loss - whole if called & set(parts) else None
 
@@ -553,12 +492,6 @@ def draw_losses(row, run, modes, label):
     row[0].set(title=run, xlabel=label, xlim=(min(losses) - 0.1, max(losses) + 0.02))
 
 
-def draw_router(row, run, maps, label):
-    """Two heat maps; blocks of rows of the second are a layer's heads."""
-    for axes, (kind, grid) in zip(row, maps.items()):
-        heat_map(axes, grid, label, title=run, xlabel="layer that is read, from 0", ylabel=kind)
-
-
 def draw_importance(row, run, kinds, label):
     """Blocks and inserted layers, and the variance over each layer's heads."""
     for axes, kind in zip(row, ("blocks", "inserted")):
@@ -580,9 +513,6 @@ def draw_slots(row, run, use, label):
         print(f"  layer {layer}:", *touched)
         shares = [share for share in use["ranked"][layer] if share > 0]
         right.loglog(range(1, len(shares) + 1), shares, label=f"layer {layer}")
-    if "silent" in use:
-        print(f"  loss {use['loss']:.4f}; {use['silent']:.4f} without the blocks, "
-              f"{use['constant']:.4f} if each adds its mean, whatever the token")
     heat_map(left, use["dead"], label, title=run, xlabel="head", ylabel="inserted layer")
     right.set(title="mean over heads", xlabel="slot, by rank",
               ylabel="share of a head's retrievals")
@@ -614,49 +544,14 @@ def draw_rows(file, found, draw_run, columns, label):
     figure.savefig(file, dpi=120)
 
 
-def draw_words(file, found):
-    """A picture for each run, word and tensor: A1, A2, B1 and the two differences, by length."""
-    for run, by_word in found.items():
-        for word, tensors in by_word.items():
-            for name, entry in tensors.items():
-                picture = file.with_name(f"{file.stem}_{Path(run).name}_{name}_{word}.png")
-                draw_word(picture, f"{name} at {word!r}", name, dict(entry))
-
-
-def draw_word(picture, title, name, grids):
-    axes = grids.pop("axes")
-    gate_v = grids.pop("gate_v")
-    grids = {length: torch.tensor(three) for length, three in grids.items()}
-    palette = sample.colours(name, list(grids.values()))
-    apart = {}                                                  # |A1-A2| and |A1-B1|
-    for length, (a1, a2, b1) in grids.items():
-        apart[length] = torch.stack([(a1 - a2).abs(), (a1 - b1).abs()])
-    # In parts of the largest, without the gate on V itself, as in the paper.
-    largest = max(two[..., gate_v:].max().item() for two in apart.values()) or 1.0
-    print(f"{title}: mean difference, in parts of the largest ({largest:.3g})")
-    rows = []
-    for length, three in grids.items():
-        row = []
-        for which, grid in zip(("A1", "A2", "B1"), three):
-            row.append((f"{length} {which}", grid, palette))
-        for which, grid in zip(("|A1-A2|", "|A1-B1|"), apart[length] / largest):
-            difference = grid[:, gate_v:].mean().item()
-            row.append((f"{which} mean {difference:.4f}", grid, ("Reds", 0, 1)))
-            print(f"  {length:7s} {which} {difference:.4f}")
-        rows.append(row)
-    sample.draw(picture, rows, axes, gate_v)
-
-
 # ---------------------------------------------------------------- the command
 
 ANALYSES = {                    # what to compute, how to draw a run, in how many panels, of what
     "entropy": (entropy, draw_layers, 2, "Renyi entropy (nats)"),
     "separability": (separability, draw_layers, 2, "accuracy"),
     "blimp": (probe_blimp, draw_layers, 2, "accuracy"),
-    "router": (router_maps, draw_router, 2, "share"),
-    "words": (word_gates, None, 0, ""),
     "importance": (importance, draw_importance, 3, "importance IS_h"),
-    "slots": (slots_and_losses, draw_slots, 2, "share of dead slots"),
+    "slots": (slot_use, draw_slots, 2, "share of dead slots"),
     "retrieval": (retrieval, draw_losses, 1, "validation loss (nats)"),
     "rag": (rag, draw_losses, 1, "validation loss (nats)"),
     "parts": (part_losses, draw_parts, 1, "loss without it, minus loss (nats)"),
@@ -664,11 +559,7 @@ ANALYSES = {                    # what to compute, how to draw a run, in how man
 
 
 def main(argv):
-    if {"-h", "--help"} & {*argv}:
-        print(__doc__, help_text(Path(__file__).read_text(encoding="utf-8"), _defaults), sep="\n")
-        return
-    overrides, commands = configure(argv, _defaults)
-    c = SimpleNamespace(**{**_defaults, **overrides})
+    c, commands = options(argv, globals())
     need(len(commands) == 1 and commands[0] in ANALYSES and c.runs,
          f"give one of {', '.join(ANALYSES)} and --runs=FOLDER,FOLDER (--help tells more)")
     for key in ("sequences", "datastore", "occurrences"):
@@ -684,10 +575,7 @@ def main(argv):
              f"with another tokenizer than {folder}: --dataset= names a folder")
         found[path] = analyse(model, tok, folder, c)
     file = Path(c.runs.split(",")[0], f"analysis_{name}.png")
-    if name == "words":
-        draw_words(file, found)
-    else:
-        draw_rows(file, found, *picture)
+    draw_rows(file, found, *picture)
     file.with_suffix(".json").write_text(json.dumps(found))
     print(f"wrote {file} and .json")
 

@@ -32,7 +32,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -40,9 +39,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import sample
+from experiments.run import options
 from model_hiermem import Config, Model, parse_nodes
-from prepare_fineweb import configure, find_dataset, guard, help_text, load_meta, lock, need
-from prepare_fineweb import reading
+from prepare_fineweb import find_dataset, guard, load_meta, lock, need, reading
 
 # ------------------------------------------------------------------ settings: --key=value
 dataset = ""              # split: the folder of the whole data
@@ -52,7 +51,6 @@ overwrite = False         # merge: replace a checkpoint in out_dir
 nodes = ""                # remove: level:node, ...
 prompt = "The"            # read: the text
 embedder_path = ""        # read: folder of the tree's embedder, where that is not installed
-_defaults = {k: v for k, v in globals().items() if isinstance(v, (bool, str)) and k[0] != "_"}
 # ------------------------------------------------------------------
 
 
@@ -242,11 +240,7 @@ def read(out_dir, prompt, embedder_path=""):
 
 
 def main(argv):
-    if {"-h", "--help"} & set(argv):
-        print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
-        return
-    given, commands = configure(argv, _defaults)
-    c = SimpleNamespace(**_defaults | given)
+    c, commands = options(argv, globals())
     need(len(commands) == 1, "one of split, merge, remove, read; --help tells more")
     if commands[0] == "split":
         split(c.dataset)

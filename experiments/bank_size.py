@@ -10,19 +10,18 @@ with a block of its own. The 4,096 blocks once with only the first 40 in use (th
 the processor's cache as much as the small bank's) and once with all of them. Steps in turn,
 medians. Writes results/hiermem_bank_size-DEVICE.json.
 """
-import json
 import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from kernels import RowAdamW, clip_grads, keep_coalesced, tune_cpu
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments.run import options, save_costs
+from experiments.ultramem_growth import timed
+from kernels import RowAdamW, keep_coalesced, tune_cpu
 from model_hiermem import Config, Model
-from prepare_fineweb import configure, guard, need
+from prepare_fineweb import guard, need
 from sample import pick_device
 
 # ------------------------------------------------------------------ settings: --key=value
@@ -30,7 +29,6 @@ blocks = 4096                 # of the large bank, the generic one among them; t
 rank = 91                     # FFN channels of a block
 steps = 40                    # that count, after five to warm up
 device = "cpu"                # cpu | cuda
-_defaults = {k: v for k, v in globals().items() if isinstance(v, (int, str)) and k[0] != "_"}
 # ------------------------------------------------------------------
 
 
@@ -44,7 +42,6 @@ class Racer:
                 7, n_embd=128, n_head=4, vocab_size=4096, block_size=256, clusters=str(nodes),
                 ranks=str(rank)))
         self.model.init_weights()
-        self.device = device
         anchor, bank = self.model.param_groups("adamw", 1e-3, 0.0)
         for p in bank["params"]:
             keep_coalesced(p)
@@ -54,52 +51,40 @@ class Racer:
         counts = self.model.param_counts()
         self.numbers = counts["memory"] + counts["generic"]
 
-    def seconds(self, in_use):
-        """Time of a training step."""
-        leaf = torch.randperm(in_use)[:4].to(self.device)
-        idx = torch.randint(4096, (4, 257), device=self.device)
-        began = time.perf_counter()
-        self.model(idx[:, :-1], idx[:, 1:], leaf=leaf)[1].backward()
-        clip_grads(self.params, 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if idx.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+    def step(self, in_use):
+        """Milliseconds of a training step."""
+        device = self.params[0].device
+        leaf = torch.randperm(in_use)[:4].to(device)
+        idx = torch.randint(4096, (4, 257), device=device)
+
+        def forward():
+            self.model(idx[:, :-1], idx[:, 1:], leaf=leaf)[1].backward()
+
+        return timed(self.params, self.optimizers, forward)
 
 
 def main(argv):
-    """-> {what raced: milliseconds a step}."""
-    given, others = configure(argv, _defaults)
-    c = {**_defaults, **given}
+    c, others = options(argv, globals())
     need(not others, f"no file or command, not {others}")
-    need(c["blocks"] >= 42, f"blocks={c['blocks']}: must be 42 or more")
-    need(min(c["rank"], c["steps"]) > 0, f"rank={c['rank']}, steps={c['steps']}: must be 1 or more")
-    pick_device(c["device"])
+    need(c.blocks >= 42, f"blocks={c.blocks}: must be 42 or more")
+    need(min(c.rank, c.steps) > 0, f"rank={c.rank}, steps={c.steps}: must be 1 or more")
+    pick_device(c.device)
     tune_cpu()
-    small = Racer(40, c["rank"], c["device"])
-    large = Racer(c["blocks"] - 1, c["rank"], c["device"])
-    name = f"{c['blocks']:,} blocks, {large.numbers:,} numbers"
+    small = Racer(40, c.rank, c.device)
+    large = Racer(c.blocks - 1, c.rank, c.device)
+    name = f"{c.blocks:,} blocks, {large.numbers:,} numbers"
     racers = {f"41 blocks, {small.numbers:,} numbers": (small, 40),
               f"{name}, 40 in use": (large, 40),
-              f"{name}, all in use": (large, c["blocks"] - 1)}
+              f"{name}, all in use": (large, c.blocks - 1)}
     times = {name: [] for name in racers}
-    for step in range(5 + c["steps"]):
+    for _ in range(5 + c.steps):
         for name, (racer, in_use) in racers.items():
-            seconds = racer.seconds(in_use)
-            if step >= 5:
-                times[name].append(1e3 * seconds)
-    found = {name: round(statistics.median(t), 2) for name, t in times.items()}
+            times[name].append(racer.step(in_use))
+    found = {name: round(statistics.median(t[5:]), 2) for name, t in times.items()}
     first = next(iter(found.values()))
     for name, ms in found.items():
         print(f"{name:50} {ms:8.1f} ms a step, {ms / first:.3f}")
-    machine = torch.cuda.get_device_name() if c["device"] == "cuda" else "cpu"
-    facts = dict(ms_a_step=found, device=machine, threads=torch.get_num_threads(),
-                 torch=torch.__version__, steps=c["steps"])
-    path = ROOT / f"experiments/results/hiermem_bank_size-{c['device']}.json"
-    path.write_text(json.dumps(facts, indent=1) + "\n")
-    return found
+    save_costs("hiermem_bank_size", "hiermem", c.device, ms_a_step=found, steps=c.steps)
 
 
 if __name__ == "__main__":

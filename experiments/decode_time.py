@@ -11,18 +11,16 @@ import time
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from prepare_fineweb import configure, guard, help_text, need
-
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments.run import options
+from prepare_fineweb import guard, need
 from sample import generate, load_model, pick_device
 
 out_dir = ""            # a run's folder, or a ckpt.pt
 device = ""             # cuda | mps | cpu; empty: the accelerator if there is one
 steps = 8               # tokens of each measurement
-_defaults = {"out_dir": out_dir, "device": device, "steps": steps}
 
 
 def token_times(model, idx, steps, cached):
@@ -46,21 +44,18 @@ def measure(model, batch_size, length, steps, device, cached):
 
 
 def main(argv):
-    if "-h" in argv or "--help" in argv:
-        return print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
-    options = {**_defaults, **configure(argv, _defaults)[0]}
-    steps = options["steps"]
-    need(options["out_dir"], "out_dir: which run? --out_dir=out/move-d4")
-    need(steps >= 2, f"steps={steps}: must be at least 2")
-    device = pick_device(options["device"])
-    model, _, _ = load_model(options["out_dir"], device)
+    c, _ = options(argv, globals())
+    need(c.out_dir, "out_dir: which run? --out_dir=out/move-d4")
+    need(c.steps >= 2, f"steps={c.steps}: must be at least 2")
+    device = pick_device(c.device)
+    model, _, _ = load_model(c.out_dir, device)
     block_size = model.config.block_size
-    lengths = {max(1, n) for n in (block_size // 8, block_size // 2, block_size - steps)}
+    lengths = {max(1, n) for n in (block_size // 8, block_size // 2, block_size - c.steps)}
     print("batch  context  prefill ms | cached: ms/token  tokens/s | not: ms/token  tokens/s")
     for batch_size in (1, 8):
         for length in sorted(lengths):
-            prefill, cached = measure(model, batch_size, length, steps, device, True)
-            _, plain = measure(model, batch_size, length, steps, device, False)
+            prefill, cached = measure(model, batch_size, length, c.steps, device, True)
+            _, plain = measure(model, batch_size, length, c.steps, device, False)
             with_cache, without = 1e3 * batch_size / cached, 1e3 * batch_size / plain
             print(f"{batch_size:5d}  {length:7d}  {prefill:10.1f} | {cached:16.2f} "
                   f"{with_cache:9.0f} | {plain:13.2f} {without:9.0f}")

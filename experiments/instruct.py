@@ -7,25 +7,22 @@ loss is on the answer alone.
 
 A source is a .jsonl (.gz, .xz) file of {"instruction", "input", "output"} (Alpaca) or
 {"instruction", "context", "response"} (Dolly), or a .json file with an array of them; "input" may
-be "" or absent; "source", if it is there, says where a record is from, and --skip leaves records
-out by it. The tokenizer must be the one that the model was trained with. The records lie in
+be "" or absent. The tokenizer must be the one that the model was trained with. The records lie in
 OUT_records/train.jsonl.
 """
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from prepare_fineweb import ConfigError, configure, guard, help_text, need, prepare, read_files
+from experiments.run import options
+from experiments.tasks import write_jsonl
+from prepare_fineweb import ConfigError, guard, need, prepare, read_files
 
 # ---------------------------------------------------------------- settings: --key=value
 source = ""                   # the file, or a folder of them
 out = "data/sft"              # folder to write
 tokenizer = "gpt2"            # gpt2 | bytes | a tokenizer.json
-skip = ""                     # leave out records whose "source" holds one of these words, by commas
-_defaults = {key: value for key, value in globals().items()
-             if not key.startswith("_") and isinstance(value, (int, float, str))}
 # ----------------------------------------------------------------
 
 
@@ -57,23 +54,12 @@ def to_record(row, where):
 
 
 def main(argv):
-    if {"-h", "--help"} & {*argv}:
-        print(__doc__, help_text(Path(__file__).read_text(encoding="utf-8"), _defaults), sep="\n")
-        return
-    overrides, extra = configure(argv, _defaults)
-    c = SimpleNamespace(**{**_defaults, **overrides})
+    c, extra = options(argv, globals())
     need(c.source and not extra, "give --source=FILE, a file of instructions, and options only")
-    skipped = [word for word in c.skip.split(",") if word]
-    rows = read_records(Path(c.source))
-    records = []
-    for row, where in rows:
-        if not any(word in str(row.get("source")) for word in skipped):
-            records.append(to_record(row, where))
+    records = [to_record(row, where) for row, where in read_records(Path(c.source))]
     folder = Path(f"{c.out}_records")
     folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "train.jsonl").write_text(text, encoding="utf-8")
-    print(f"{len(records):,} of {len(rows):,} records")
+    write_jsonl(folder / "train.jsonl", records)
     prepare(source=str(folder), tokenizer=c.tokenizer, out=c.out)
 
 

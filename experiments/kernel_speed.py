@@ -1,6 +1,6 @@
 """Times every operation of kernels.py against the obvious torch way, on the device it runs on.
 
-python experiments/kernel_speed.py [--json=PATH] [--quick=True]
+python experiments/kernel_speed.py [--json=PATH]
 
 Three tables: the operations at the papers' sizes, a training step of one memory table, and the head
 with its loss. "of copy" is the bytes that must move, over the time, as a fraction of a measured
@@ -13,9 +13,10 @@ import math
 import multiprocessing
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ def wait(device):
         torch.cuda.synchronize()
 
 
-def medians(functions, device, rounds):
+def medians(functions, device, rounds=15):
     """Milliseconds per call; the functions take turns. On CUDA a sample is five calls in a row, so
     that launches overlap the work."""
     calls = 5 if device == "cuda" else 1
@@ -79,10 +80,6 @@ def three_topk(s_row, s_col, k):
     return scores, i.gather(1, best // k), j.gather(1, best % k)
 
 
-def full_grid(s_row, s_col, k):
-    return (s_row[:, :, None] + s_col[:, None]).flatten(1).topk(k)[0]
-
-
 def naive_mix(v, bank_rows, inverse, gate):
     weights = gate[..., 1:].transpose(1, 2)[..., None]
     return gate[..., :1] * v + (weights * bank_rows[inverse]).sum(1)
@@ -94,38 +91,32 @@ def two_ops(x, weight, targets):
 
 # ================================================================ the operations
 
+@dataclass
 class Case:
-    """ours and theirs: functions of the tensors `inputs`, which get gradients. must_move: the bytes
-    that forward and backward together have to move."""
-
-    def __init__(self, op, size, ours, theirs, name, inputs, must_move):
-        self.op = op
-        self.size = size
-        self.ours = ours
-        self.theirs = theirs
-        self.name = name
-        self.inputs = inputs
-        self.must_move = must_move
+    """ours and theirs: functions of the tensors `inputs`, which get gradients."""
+    op: str
+    size: str
+    ours: Callable
+    theirs: Callable    # or None
+    name: str           # of theirs
+    inputs: tuple
+    must_move: int      # the bytes that forward and backward together have to move
 
 
-def cases(device, dtype, quick):
-    yield from sum_cases(device, dtype, quick)
-    yield from search_cases(device, quick)
-    yield from mix_cases(device, dtype, quick)
+def cases(device, dtype):
+    yield from sum_cases(device, dtype)
+    yield from search_cases(device)
+    yield from mix_cases(device, dtype)
 
 
-def sum_cases(device, dtype, quick):
-    big = device == "cuda" and not quick
+def sum_cases(device, dtype):
     sizes = (    # paper, n, k, d, queries on a GPU and on a CPU
         ("MIDUS", 64, 4, 64, 2**20, 2**14), ("MIDUS", 64, 4, 128, 2**20, 2**14),
         ("UltraMemV2", 360, 32, 192, 2**16, 2**11), ("Memory+", 1138, 160, 768, 2**13, 2**8))
     for (paper, n, k, d, P, cpu_P), kind in itertools.product(sizes, ("uniform", "zipf")):
-        largest = n == 1138
-        if largest and quick:
-            continue
         N = n * n
-        P = P if big else cpu_P
-        sparse = device == "cpu" and largest    # there a dense gradient has 4 GB
+        P = P if device == "cuda" else cpu_P
+        sparse = device == "cpu" and n == 1138    # there a dense gradient has 4 GB
         indices = draw(kind, N, (P, k), device)
         table = torch.randn(N, d, device=device).to(dtype)
         x = torch.randn(P, d, device=device)
@@ -150,18 +141,15 @@ def sum_cases(device, dtype, quick):
                    "index_add_", (), written + P * d * 4 + P * k * 12)
 
 
-def search_cases(device, quick):
-    fewer = 1 if device == "cuda" and not quick else 16
+def search_cases(device):
+    fewer = 1 if device == "cuda" else 16
     for n, k, P in ((64, 4, 2**16), (64, 32, 2**16), (360, 32, 2**14), (1138, 80, 2**13)):
         P = P // fewer
         scores = (torch.randn(P, n, device=device), torch.randn(P, n, device=device))
-        peers = {"three topk": lambda row, col: three_topk(row, col, k)[0]}
-        if n == 64:
-            peers["full grid"] = lambda row, col: full_grid(row, col, k)
-        for name, theirs in peers.items():
-            yield Case("product_key_topk", f"P={P} n={n} k={k}",
-                       lambda row, col: product_key_topk(row, col, k)[0],
-                       theirs, name, scores, P * (16 * n + 40 * k))
+        yield Case("product_key_topk", f"P={P} n={n} k={k}",
+                   lambda row, col: product_key_topk(row, col, k)[0],
+                   lambda row, col: three_topk(row, col, k)[0],
+                   "three topk", scores, P * (16 * n + 40 * k))
     P = 2**14 // fewer
     n = 360
     m = 32
@@ -173,8 +161,8 @@ def search_cases(device, quick):
                None, "-", scores, P * (32 * n + 40 * m))
 
 
-def mix_cases(device, dtype, quick):
-    T = 2**15 if device == "cuda" and not quick else 2**11
+def mix_cases(device, dtype):
+    T = 2**15 if device == "cuda" else 2**11
     H = 6
     for name, M in (("x1", 6), ("x8", 48)):
         tokens, inverse = draw("zipf", 65536, (T,), device).unique(return_inverse=True)
@@ -197,17 +185,16 @@ def forward_and_backward(function, inputs):
     return forward, partial(torch.autograd.grad, y, leaves, torch.randn_like(y), retain_graph=True)
 
 
-def time_operations(device, quick, rounds, copy):
+def time_operations(device, copy):
     print(f"{'':74}{'ours: fwd':>11}{'bwd':>9}{'of copy':>9}{'theirs:':>16}{'fwd':>9}{'bwd ms':>9}"
           f"{'ratio':>8}")
-    for dtype in (torch.float32, torch.bfloat16):
-        if device == "cpu" and dtype == torch.bfloat16:
-            continue
-        for case in cases(device, dtype, quick):
+    dtypes = [torch.float32, torch.bfloat16] if device == "cuda" else [torch.float32]
+    for dtype in dtypes:
+        for case in cases(device, dtype):
             calls = [*forward_and_backward(case.ours, case.inputs)]
             if case.theirs:
                 calls += forward_and_backward(case.theirs, case.inputs)
-            times = medians(calls, device, rounds)
+            times = medians(calls, device)
             times += [math.nan] * (4 - len(times))
             ours = times[0] + times[1]
             result = dict(
@@ -252,11 +239,10 @@ def training_step(way, indices, weights, x, table):
     return step
 
 
-def time_steps(device, quick, rounds):
+def time_steps(device):
     print("\nforward + backward + optimizer in ms, 65,536 retrievals from (N, 64)")
     print(" " * 34 + "".join(f"{way:>29}" for way in WAYS))
-    sizes = (2**18, 2**20) if quick else (2**18, 2**20, 2**22)
-    for N, kind in itertools.product(sizes, ("uniform", "zipf")):
+    for N, kind in itertools.product((2**18, 2**20, 2**22), ("uniform", "zipf")):
         indices = draw(kind, N, (2**14, 4), device)
         weights = torch.randn(2**14, 4, device=device)
         x = torch.randn(2**14, 64, device=device)
@@ -264,7 +250,7 @@ def time_steps(device, quick, rounds):
         for way in WAYS:    # one after the other: 4 GB a way at the largest N
             table = torch.nn.Parameter(torch.randn(N, 64, device=device))
             step = training_step(way, indices, weights, x, table)
-            result[way] = medians([step], device, rounds)[0]
+            result[way] = medians([step], device)[0]
         print(f"N={N:<8} {kind:8} {result['rows']:6} rows  "
               + "".join(f"{result[way]:29.1f}" for way in WAYS), flush=True)
         yield result
@@ -308,10 +294,10 @@ def peak_elsewhere(*arguments):
         return process.submit(peak_bytes, *arguments).result()
 
 
-def time_heads(device, quick, rounds):
+def time_heads(device):
     print("\nlinear_cross_entropy against F.cross_entropy(F.linear(...)), forward and backward")
     sizes = [(4096, 4096, 128), (4096, 4096, 384), (1024, 50304, 384)]
-    if device == "cuda" and not quick:
+    if device == "cuda":
         sizes.append((32768, 50304, 768))
     for (tokens, V, d), dtype in itertools.product(sizes, (torch.float32, torch.bfloat16)):
         steps = []
@@ -320,7 +306,7 @@ def time_heads(device, quick, rounds):
             arguments = (ours, tokens, V, d, dtype, device)
             steps.append(head_step(*arguments))
             peaks.append(peak_elsewhere(*arguments) / 2**20)
-        times = medians(steps, device, min(rounds, 5))
+        times = medians(steps, device, rounds=5)
         print(f"{tokens:6} tokens x {V:6}, d {d} {str(dtype)[6:]:9} ours {times[0]:8.1f} ms"
               f"{peaks[0]:7.0f} MiB   theirs {times[1]:8.1f} ms{peaks[1]:7.0f} MiB"
               f"   {times[1] / times[0]:4.1f}x", flush=True)
@@ -336,17 +322,14 @@ def time_heads(device, quick, rounds):
 
 
 def main(argv):
-    settings = {"json": "", "quick": False}     # a file for the figures; small sizes, few rounds
-    given, others = configure(argv, settings)
-    options = SimpleNamespace(**settings | given)
-    need(not others, f"no file or command, not {others}: --json=FILE, --quick=True")
-    folder = Path(options.json).parent
-    need(folder.is_dir(), f"json={options.json}: there is no folder {folder}")
+    given, others = configure(argv, {"json": ""})    # a file for the figures
+    need(not others, f"no file or command, not {others}: --json=FILE")
+    file = Path(given.get("json", ""))
+    need(file.parent.is_dir(), f"json={file}: there is no folder {file.parent}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rounds = 5 if options.quick else 15
     keeps = device == "cpu" and keep_freed_memory()    # for both sides
     a, b = torch.randn(2, 2**26 if device == "cuda" else 2**25, device=device)
-    copy = 2 * a.nbytes / medians([lambda: b.copy_(a)], device, rounds)[0]    # bytes per ms
+    copy = 2 * a.nbytes / medians([lambda: b.copy_(a)], device)[0]    # bytes per ms
     report = dict(
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         threads=torch.get_num_threads(),
@@ -356,11 +339,11 @@ def main(argv):
         path="triton" if kernels.use_triton(a) else "torch",
         copy_gb_per_s=round(copy / 1e6, 1))
     print(", ".join(f"{key} {value}" for key, value in report.items()), "\n")
-    report["operations"] = list(time_operations(device, options.quick, rounds, copy))
-    report["steps"] = list(time_steps(device, options.quick, rounds))
-    report["heads"] = list(time_heads(device, options.quick, rounds))
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1))
+    report["operations"] = list(time_operations(device, copy))
+    report["steps"] = list(time_steps(device))
+    report["heads"] = list(time_heads(device))
+    if "json" in given:
+        file.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ and AdamW; steps in turn, medians, as are the prompt and the tokens after it (wi
 the same, and so is their cost. Weights are random: no result depends on them but the rows of the
 memories that a step touches. Writes results/midus_costs-DEVICE.json.
 """
-import json
 import statistics
 import sys
 import time
@@ -19,11 +18,12 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from kernels import clip_grads, tune_cpu
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments.run import options, save_costs
+from experiments.ultramem_growth import timed
+from kernels import tune_cpu
 from model_midus import DENSE, Config, Model, upscale
-from prepare_fineweb import configure, guard, need
+from prepare_fineweb import guard, need
 from sample import pick_device
 
 # -------------------------------------------------------------------------- settings: --key=value
@@ -35,7 +35,6 @@ block_size = 512              # tokens of a sequence
 prompt = 256                  # tokens
 steps = 15                    # that count, after three to warm up
 device = "cpu"                # cpu | cuda
-_defaults = {k: v for k, v in globals().items() if k[0] != "_" and isinstance(v, (int, str))}
 # --------------------------------------------------------------------------
 WARMUP = 3                    # steps that do not count
 NEW_TOKENS = 8
@@ -60,14 +59,8 @@ def compute_loss(model, x):
 
 def step(model, optimizer, x):
     """One of training, on x (B, T + 1) -> milliseconds."""
-    began = time.perf_counter()
-    compute_loss(model, x).backward()
-    clip_grads(list(model.parameters()), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if x.is_cuda:
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
+    parameters = list(model.parameters())
+    return timed(parameters, [optimizer], lambda: compute_loss(model, x).backward())
 
 
 @torch.inference_mode()
@@ -158,8 +151,8 @@ def measure():
 
 
 def main(argv):
-    overrides, others = configure(argv, _defaults)
-    globals().update(overrides)
+    c, others = options(argv, globals())
+    globals().update(vars(c))
     need(not others, f"midus_costs.py takes no file, such as {others[:1]}")
     need(min(batch, steps, prompt) >= 1, "batch, steps and prompt must be 1 or more")
     need(prompt + NEW_TOKENS <= block_size, f"block_size must be prompt + {NEW_TOKENS} or more")
@@ -175,16 +168,7 @@ def main(argv):
                   for column in ("step_ms", "prefill_ms", "token_ms")]
         print(f"{name:17} {row['parameters']:10,} {row['trained']:10,} {row['kept_mb']:9.1f} "
               f"{row['held_mb']:8.1f} ", *ratios)
-    settings = {key: globals()[key] for key in _defaults if key != "device"}
-    facts = dict(
-        methods=found,
-        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        **settings,
-    )
-    file = ROOT / f"experiments/results/midus_costs-{device}.json"
-    file.write_text(json.dumps(facts, indent=1) + "\n")
+    save_costs("midus_costs", "midus", device, methods=found, settings=vars(c))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,15 @@
 """MIDUS: the learning rate of each method of Table 1, on one seed: what it learns of the new text
 and what it forgets of the old.
 
-Every method learns more and forgets more at a higher rate, so that one rate a method says little.
-`python experiments/midus_rates.py` draws the new text's loss by the old one's, a line a method: one
-method is better than another where its line is below the other's. Starts from midus_table1.py's
-base: `python train.py experiments/midus_table1.py --only=base --seeds=1`.
+Every method learns more and forgets more at a higher rate, so that one rate a method says little. A
+second picture has the new text's loss by the old one's, a line a method: one method is better than
+another where its line is below the other's. Starts from midus_table1.py's base: `python train.py
+experiments/midus_table1.py --only=base --seeds=1`.
 """
-import sys
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.midus_table1 import cpu, gpu, methods, prepare
-from experiments.run import ROOT, results_of
-from prepare_fineweb import guard
 
 model = "midus"
 metric = "val_loss"
@@ -29,7 +25,7 @@ for title, (upscale, _) in methods.items():
         baseline[f"{title} {rate:g}"] = f"{title} 0.002"
 
 
-def draw(rows, file):
+def finish(rows, scale):
     """A line for each method, a point for each rate: means over seeds."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -48,11 +44,4 @@ def draw(rows, file):
             axes.plot(*zip(*points), "o-", markersize=4)
     axes.set(xlabel="loss of the old text", ylabel="loss of the new text",
              title="down is learned, left is kept", xmargin=0.15)
-    figure.savefig(file, dpi=120)
-
-
-if __name__ == "__main__":
-    guard("midus_rates.py")
-    picture = ROOT / "experiments" / "results" / "midus_rates-cpu-plane.png"
-    draw(results_of(__file__, "cpu"), picture)
-    print(f"wrote {picture}")
+    figure.savefig(Path(__file__).parent / "results" / f"midus_rates-{scale}-plane.png", dpi=120)

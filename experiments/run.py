@@ -65,6 +65,31 @@ class Run:
         return json.loads(file.read_text()) if file.exists() else {}
 
 
+# ---------------------------------------------------------------- for every program here
+
+def options(argv, program, defaults=None):
+    """--key=value arguments of a program, its globals() -> (settings, the other arguments). Its
+    settings are its numbers and strings with small letters. Ends it after --help."""
+    if defaults is None:
+        defaults = {}
+        for key, value in program.items():
+            if key.islower() and key[0] != "_" and isinstance(value, (int, float, str)):
+                defaults[key] = value
+    if {"-h", "--help"} & {*argv}:
+        source = Path(program["__file__"]).read_text(encoding="utf-8")
+        print(program["__doc__"], help_text(source, defaults), sep="\n")
+        sys.exit()
+    given, others = configure(argv, defaults)
+    return SimpleNamespace(**{**defaults, **given}), others
+
+
+def save_costs(name, model, device, **figures):
+    """What a program that measures costs has found -> results/NAME-DEVICE.json."""
+    file = results_file(name, device).with_suffix(".json")
+    text = json.dumps({**figures, **origin(model, device)}, indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
 # ---------------------------------------------------------------- where a result comes from
 
 def source_hash(model):
@@ -646,13 +671,9 @@ def data_id_of(dataset):
 
 def main(path, argv, dataset=""):
     """Run the experiment file. -> exit code: 0; 1 if a run failed; 130 after Ctrl-C."""
-    defaults = vars(Options())
-    if {"-h", "--help"} & {str(path), *argv}:
-        print(__doc__, help_text(Path(__file__).read_text(encoding="utf-8"), defaults), sep="\n")
-        return 0
-    overrides, others = configure(argv, defaults)
+    defaults = vars(Options(dataset=dataset))
+    opt, (_, *others) = options([str(path), *argv], globals(), defaults)
     need(not others, f"one experiment at a time, not also {', '.join(others)}")
-    opt = Options(**{"dataset": dataset, **overrides})
     need(opt.scale[:3] in ("cpu", "gpu"), f"--scale={opt.scale}: must be cpu or gpu, or what the "
          "experiment has beside them")
     need(opt.jobs >= 1, f"jobs={opt.jobs}: must be at least 1")

@@ -6,7 +6,6 @@
     python experiments/tasks.py domains --source=TEXTS --prefix=books/ --out=data/books
     python train.py --dataset=data/aet6                         # evaluations give the accuracy too
     python experiments/tasks.py accuracy --out_dir=out/move-d4  # of a checkpoint
-    python experiments/tasks.py curves --results=experiments/results/lime_arithmetic-cpu.jsonl
 
 Arithmetic is the Arithmetic Expression Task of LIMe's section 5.4.2 (Arefin et al. 2024, Feng et
 al. 2023): all numbers, those of the solution too, are integers in 1..max_value. n operands have
@@ -48,8 +47,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare_fineweb
-from prepare_fineweb import EOT, ConfigError, TokenShards, configure, find_dataset, get_tokenizer
-from prepare_fineweb import guard, help_text, load_meta, need, prepare, reading
+from experiments.run import options
+from prepare_fineweb import EOT, ConfigError, TokenShards, find_dataset, get_tokenizer, guard
+from prepare_fineweb import load_meta, need, prepare
 
 # ---------------------------------------------------------------- settings: --key=value
 out = ""                      # folder to write; empty: data/TASK
@@ -70,9 +70,6 @@ vocab_size = 4096             # facts, domains: tokens of the bpe trained on the
 out_dir = ""                  # accuracy: a run's folder, or a ckpt.pt
 dataset = ""                  # accuracy: data folder; empty: the checkpoint's own
 device = "cpu"                # accuracy: cpu | cuda
-results = ""                  # curves: an experiment's .jsonl
-_defaults = {key: value for key, value in globals().items()
-             if not key.startswith("_") and isinstance(value, (int, float, str))}
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -609,16 +606,6 @@ def write_task(name, c):
 
 # ---------------------------------------------------------------- accuracy
 
-@torch.inference_mode()
-def score(model, prompt, answer):
-    """The log-probability (nats) of an answer's token ids after a prompt's."""
-    device = next(model.parameters()).device
-    targets = [-1] * (len(prompt) - 1) + answer
-    idx = torch.tensor([prompt + answer[:-1]], device=device)
-    loss = model(idx, torch.tensor([targets], device=device))[1]    # the mean over the answer
-    return -loss.item() * len(answer)
-
-
 def answer_greedy(model, prompts, max_new_tokens, eot, batch_size=64):
     """Lists of token ids -> their greedy continuations up to `eot`, without it. Prompts of one
     length share a batch."""
@@ -685,41 +672,13 @@ def print_accuracy(c):
         print(f"{key:14} {value:.4f}")
 
 
-def plot_curves(path):
-    """An experiment's accuracy at each evaluation, a variant's mean over its seeds."""
-    from matplotlib.figure import Figure
-    curves = defaultdict(lambda: defaultdict(list))             # variant -> step -> accuracies
-    need(path, "no --results= to draw")
-    with reading(path):
-        for row in read_jsonl(path):
-            for at in row["curve"]:
-                curves[row["variant"]][at["step"]].append(at["accuracy"])
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
-    for name, steps in curves.items():
-        means = [mean(accuracies) for accuracies in steps.values()]
-        axes.plot(list(steps), means, "o-", label=name)
-        print(f"{name:20}", *(f"{step}: {value:.3f}" for step, value in zip(steps, means)))
-    axes.set(xlabel="step", ylabel="accuracy", ylim=(0, 1.03), title=Path(path).stem)
-    axes.legend()
-    picture = Path(path).with_name(Path(path).stem + "-curves.png")
-    figure.savefig(picture, dpi=120)
-    print(f"wrote {picture}")
-
-
 def main(argv):
-    if {"-h", "--help"} & {*argv}:
-        print(__doc__, help_text(Path(__file__).read_text(encoding="utf-8"), _defaults), sep="\n")
-        return
-    overrides, commands = configure(argv, _defaults)
-    c = SimpleNamespace(**{**_defaults, **overrides})
-    known = (*TASKS, "accuracy", "curves")
+    c, commands = options(argv, globals())
+    known = (*TASKS, "accuracy")
     need(len(commands) == 1 and commands[0] in known, f"give one of {', '.join(known)}, "
          f"not {' '.join(commands) or 'nothing'} (--help tells more)")
     if commands[0] == "accuracy":
         print_accuracy(c)
-    elif commands[0] == "curves":
-        plot_curves(c.results)
     else:
         write_task(commands[0], c)
 

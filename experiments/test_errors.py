@@ -29,25 +29,23 @@ import prepare_fineweb
 
 # ---------------------------------------------------------------- a program in this process
 
-def outcome(program, argv, home):
+def outcome(program, argv, home, monkeypatch, capsys):
     """Runs a program in a folder as the interpreter would -> (exit code, its lines on stderr)."""
-    output, error = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     lock = prepare_fineweb.lock
     code = 0
-    with contextlib.ExitStack() as locks, pytest.MonkeyPatch.context() as patch, \
-            warnings.catch_warnings():
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(prepare_fineweb.atexit, "register", lambda *arguments: None)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    changes = dict(path=[str(home / "repo"), *sys.path], argv=[program, *argv],
+                   excepthook=sys.excepthook, stdin=io.StringIO())
+    for name, value in changes.items():
+        monkeypatch.setattr(sys, name, value)
+    with contextlib.ExitStack() as locks, warnings.catch_warnings():
         warnings.simplefilter("error")
         for kind in (DeprecationWarning, ResourceWarning):     # files are closed at the end
             warnings.filterwarnings("ignore", category=kind)
-        patch.chdir(home)
-        patch.setattr(prepare_fineweb, "lock",
-                      lambda *given, **more: locks.enter_context(lock(*given, **more)))
-        patch.setattr(prepare_fineweb.atexit, "register", lambda *arguments: None)
-        patch.setattr(signal, "signal", lambda *arguments: None)
-        changes = dict(path=[str(home / "repo"), *sys.path], argv=[program, *argv],
-                       excepthook=sys.excepthook, stdin=io.StringIO(), stdout=output, stderr=error)
-        for name, value in changes.items():
-            patch.setattr(sys, name, value)
+        monkeypatch.setattr(prepare_fineweb, "lock",
+                            lambda *given, **more: locks.enter_context(lock(*given, **more)))
         try:
             runpy.run_path(str(home / "repo" / program), run_name="__main__")
         except SystemExit as stop:
@@ -55,8 +53,7 @@ def outcome(program, argv, home):
         except BaseException as failure:
             code = 1
             sys.excepthook(type(failure), failure, failure.__traceback__)
-    error.flush()
-    said = error.buffer.getvalue().decode().splitlines()
+    said = capsys.readouterr().err.splitlines()
     return (1, [code]) if isinstance(code, str) else (code, said)
 
 
@@ -79,7 +76,7 @@ def home(runs, text_folder):
     write_llama(home / "hf", tie_word_embeddings=True)
     for path in home.glob("*/retriever.npz"):                  # mostly zeros
         np.savez_compressed(path, **np.load(path))
-    shutil.copy(ROOT / "experiments/words.json", home / "dict.json")
+    (home / "dict.json").write_text('{"a": 1}')
     (home / "exp.py").write_text(EXPERIMENT)
     (home / "image.png").write_bytes(b"no text")
     (home / "empty").mkdir()
@@ -664,9 +661,6 @@ tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 -  accuracy  no checkpoint
 -  accuracy --out_dir=run  data is no task's data folder
 -  accuracy --out_dir=run --device=x  device=x: choose
--  curves  no --results=
--  curves --results=no.jsonl  no.jsonl
--  curves --results=text.jsonl  text.jsonl
 -  facts --per_bucket=20 --source=text.jsonl  per_bucket=20: must be a multiple of 16
 -  facts --source=nowhere  nowhere
 -  domains --source=text.jsonl  domain has too few
@@ -676,10 +670,9 @@ a.json = b'[3]'  prosqa --val=a.json  a.json, sample 0
 a.json = b'[]'  prosqa --val=a.json  too few different documents
 a.json.xz = b"no xz"  prosqa --val=a.json.xz  a.json.xz cannot be read
 a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records with a text
-a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
 # experiments/analysis.py --runs=run
 -  -  give one of entropy, separability
--  entropy router  give one of entropy, separability
+-  entropy slots  give one of entropy, separability
 -  chess  give one of entropy, separability
 -  entropy --runs=  give one of entropy, separability
 -  entropy --runs=nowhere  no checkpoint nowhere
@@ -687,9 +680,6 @@ a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
 -  entropy --sequences=0  sequences=0
 -  entropy --sequences=-1  sequences=-1
 -  entropy --device=x  device=x
--  router  for models with routers
--  words --words=window  words.json has bank
--  words --words=  words.json has bank
 -  slots  for models with memory slots
 -  separability  its tokenizer bytes has no token of its
 -  separability --occurrences=0  occurrences=0
@@ -708,7 +698,7 @@ a.jsonl = b'{"x": 1}'  curves --results=a.jsonl  a.jsonl
 -  --source=dict.json  must be an array of records
 -  --source=text.jsonl  record 1: a record must have texts 'instruction'
 -  --source=image.png  image.png is not, or does not hold
--  --skip  --skip needs a value
+-  --source  --source needs a value
 a.json = b"["  --source=a.json  a.json cannot be read
 a.json = b"[3]"  --source=a.json  a.json, record 1
 a.json = b"[]"  --source=a.json  too few
@@ -720,7 +710,6 @@ a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --tokenizer=n
 a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --out=text.jsonl/x  text.jsonl
 # experiments/kernel_speed.py
 -  --jsn  unknown option --jsn
--  --quick=yes  --quick wants True or False
 -  --json=nowhere/x.json  there is no folder nowhere
 -  file  no file or command
 # experiments/step_time.py
@@ -790,7 +779,7 @@ def cases():
 
 @pytest.mark.parametrize("program, state, flags, message", cases())
 def test_a_mistake_is_one_line_and_touches_nothing(
-        program, state, flags, message, home, pristine):
+        program, state, flags, message, home, pristine, monkeypatch, capsys):
     try:
         with contextlib.ExitStack() as stack:
             if state.endswith(" locked"):
@@ -800,7 +789,7 @@ def test_a_mistake_is_one_line_and_touches_nothing(
             elif state != "-":
                 spoil(home, state)
             before = files_of(home)
-            code, said = outcome(program, flags.split(), home)
+            code, said = outcome(program, flags.split(), home, monkeypatch, capsys)
             after = files_of(home)
         assert (code, len(said)) == (1, 1), said[-12:]
         assert said[0].startswith(f"{Path(program).name}: ")

@@ -13,15 +13,18 @@ import sys
 import textwrap
 import time
 import warnings
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import networkx
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pytest import approx
 from torch.testing import assert_close
 
@@ -33,10 +36,10 @@ from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_gro
 import model_midus
 import model_move
 import sample
-from experiments import analysis, instruct, mutants, tasks
+from experiments import analysis, instruct, lime_arithmetic, midus_rates, mutants, tasks
 from experiments import run as runner
 from experiments.tasks import read_jsonl
-from experiments.topics import Retriever, walk
+from experiments.topics import Retriever
 from prepare_fineweb import ConfigError, TokenShards, get_tokenizer, load_meta
 
 # ================================================================ run.py
@@ -94,10 +97,8 @@ def lab(tmp_path, monkeypatch):
     (tmp_path / "kernels.py").touch()
     (tmp_path / "model_toy.py").write_text("width = 1\n")
     (tmp_path / "hash.txt").write_text(runner.source_hash("toy"))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield tmp_path
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)              # run.py takes it for Ctrl-C
 
 
 def experiment(lab, body):
@@ -267,7 +268,6 @@ def test_the_table_and_its_picture(finished, lab, monkeypatch):
     assert "private" not in (lab / f"{RESULTS}.jsonl").read_text()
     shutil.rmtree(lab / "out")
     monkeypatch.setattr(runner, "plot", real_plot)
-    from matplotlib.axes import Axes
     bars = []
     monkeypatch.setattr(Axes, "errorbar", lambda axes, x, y, xerr, **_: bars.append((x, xerr)))
     assert runner.main(finished, ["--table_only=True"]) == 0   # from the results file alone
@@ -477,12 +477,11 @@ def model_config(exp, scale, name, vocab_size=4096):
     """The Config of a variant."""
     chosen = runner.settings(exp, scale, name)
     module = sample.load_module(chosen["model"])
-    fields = {"vocab_size": vocab_size}
-    for key in vars(module.Config()).keys() & chosen.keys():
-        fields[key] = chosen[key]
-    if chosen.get("dense"):
-        assert not fields.keys() & module.DENSE.keys()
-        fields |= module.DENSE
+    known = vars(module.Config())
+    fields = {key: value for key, value in chosen.items() if key in known}
+    dense = module.DENSE if chosen.get("dense") else {}
+    assert not fields.keys() & dense.keys()
+    fields |= dense | {"vocab_size": vocab_size}
     if "preset" in chosen:
         return module.Config(**module.PRESETS[chosen["preset"]] | fields)
     return module.Config.from_depth(chosen["depth"], **fields)
@@ -504,7 +503,6 @@ def test_an_experiment_here_fits_its_models(path, scale):
         config = model_config(exp, scale, name)
         assert chosen.keys() <= keys | vars(config).keys(), name
         row = {"cpu": 357, "gpu": 589}[scale] if path.stem == "lime_prosqa" else 256
-        assert runner.slug(name)
         assert chosen["batch_tokens"] % chosen.get("block_size", row) == 0
         start = str(chosen.get("init_from", ""))
         if start.startswith("@"):                              # also of another experiment
@@ -539,7 +537,6 @@ def test_every_mutant_has_its_line():
 
 def test_the_claims_file_is_up_to_date():
     table = runner.claims_table()
-    assert "| move_table1 | " in table or "[move_table1-cpu](move_table1-cpu.md) | " in table
     file = ROOT / "experiments/results/claims.md"
     if not file.exists() or table != file.read_text(encoding="utf-8"):     # after an own run
         message = "experiments/results/claims.md is old: python experiments/run.py claims"
@@ -601,25 +598,33 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
         assert (results / f"which_memory-{picture}.png").exists()
 
 
-def test_rates_of_midus_are_drawn_as_a_line_for_each_method(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-    from experiments import midus_rates
-    lines = []
-    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, **__: lines.append((x, y)))
+@pytest.fixture
+def lines(monkeypatch):
+    """The points of each line of a picture, which is not written."""
+    drawn = []
+
+    def savefig(figure, *arguments, **settings):
+        drawn.extend(line.get_xydata().tolist() for line in figure.axes[0].lines)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return drawn
+
+
+def test_rates_of_midus_are_drawn_as_a_line_for_each_method(lines):
     rows = dict.fromkeys(midus_rates.variants, {})
     rows["LESA 0.000125"] = {0: dict(retention_loss=2., val_loss=5.)}
     rows["LESA 0.002"] = {0: dict(retention_loss=3., val_loss=4.)}
-    midus_rates.draw(rows, tmp_path / "x.png")
-    assert lines == [((2, 3), (5, 4))]
+    midus_rates.finish(rows, "cpu")
+    assert lines == [[[2, 5], [3, 4]]]
+
+
+def test_curves_of_arithmetic_are_means_over_seeds(lines):
+    curves = [[dict(step=5, accuracy=a), dict(step=9, accuracy=2 * a)] for a in (.125, .375)]
+    lime_arithmetic.finish({"LIMe": {seed: dict(curve=c) for seed, c in enumerate(curves)}}, "cpu")
+    assert lines == [[[5, .25], [9, .5]]]
 
 
 # ================================================================ tasks.py
-
-def value(expression):
-    """Of "(7 + 5) / 6 x 2", exactly."""
-    exact = re.sub(r"(\d+)", r"Fraction(\1)", expression.replace("x", "*"))
-    return eval(exact, {"Fraction": Fraction})
-
 
 def test_arithmetic_is_exact_at_every_step():
     """What an operation makes is a number of the next step, so that the numbers are all there."""
@@ -630,7 +635,7 @@ def test_arithmetic_is_exact_at_every_step():
         steps = (record["prompt"] + " " + record["answer"]).split(" = ")
         for k, step in zip(range(n, 0, -1), steps, strict=True):
             numbers = [int(number) for number in re.findall(r"\d+", step)]
-            assert value(step) == int(steps[-1])
+            assert eval(step.replace("x", "*")) == int(steps[-1])
             assert len(numbers) == k
             assert 1 <= min(numbers) <= max(numbers) <= largest
             assert not re.search(r"(?<!\d)1 x|[x/] 1(?!\d)", step), "a factor 1 is no operation"
@@ -677,19 +682,6 @@ def test_a_task_trains_and_its_accuracy_is_a_result(tmp_path, capsys):
     assert f"accuracy_3     {result['accuracy_3']:.4f}" in capsys.readouterr().out
 
 
-CURVES = """
-{"variant": "A", "curve": [{"step": 0, "accuracy": 0.1}, {"step": 1, "accuracy": 0.2}]}
-{"variant": "A", "curve": [{"step": 0, "accuracy": 0.3}, {"step": 1, "accuracy": 0.6}]}
-"""
-
-
-def test_curves_are_means_over_seeds(tmp_path, capsys):
-    (tmp_path / "toy.jsonl").write_text(CURVES)
-    tasks.main(["curves", f"--results={tmp_path}/toy.jsonl"])
-    assert re.search(r"A +0: 0.200 1: 0.400\n", capsys.readouterr().out)
-    assert (tmp_path / "toy-curves.png").exists()
-
-
 class Knows(torch.nn.Module):
     """A stand-in for a model: after a row of tokens the one that it has by heart is likeliest."""
 
@@ -723,15 +715,9 @@ def parrot(data, spoil):
     return Knows(by_heart)
 
 
-def next_number(answer):                                       # number v is token 8 + v
-    if len(answer) == 2:
-        return answer
-    return [*answer[:-2], 8 + (answer[-2] - 7) % 21, 0]
-
-
 @parametrize("spoil, expected", [
     (lambda answer: answer, [1, 1, 1]),
-    (next_number, [.5, 1, 0]),
+    (lambda answer: answer if len(answer) == 2 else [8, 0], [.5, 1, 0]),    # 0 is never right
     (lambda answer: answer[:-1] + [1] * 20, [0, 0, 0]),        # the right number, but no end
     (lambda answer: [7, answer[-2], 0], [1, 1, 1]),            # only the last number counts
 ])
@@ -743,11 +729,8 @@ def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
     assert found == dict(zip(("accuracy", "accuracy_2", "accuracy_3"), expected))
 
 
-def test_score_and_answer_greedy_against_the_logits():
+def test_answers_are_those_of_prompts_alone():
     model = make().eval()
-    logp = F.log_softmax(model(torch.tensor([[4, 8, 9, 10]]))[0][0], -1)
-    wanted = logp[[0, 1, 2], [8, 9, 10]].sum().item()
-    assert tasks.score(model, [4], [8, 9, 10]) == approx(wanted, abs=1e-4)
     prompts = [[1, 2, 3], [4], [5, 6]]
     alone = []
     for prompt in prompts:
@@ -759,37 +742,21 @@ def test_score_and_answer_greedy_against_the_logits():
     assert wanted[1] == []
 
 
-def parse_prosqa(question):
-    """-> [(child, parent)] of the facts, the name asked for, the two concepts."""
-    *facts, asked = re.findall(r"[^.?]+[.?]", question)
-    edges = [re.fullmatch(r" ?(?:Every )?(\w+) is a (\w+)\.", fact).groups() for fact in facts]
-    return edges, *re.fullmatch(r" Is (\w+) a (\w+) or (\w+)\?", asked).groups()
-
-
-def distances(edges, name):
-    """{concept: how many facts lead to it from this name}"""
-    found = {name: 0}
-    queue = [name]
-    for at in queue:
-        for a, b in edges:
-            if a == at and b not in found:
-                found[b] = found[at] + 1
-                queue.append(b)
-    return found
-
-
 def test_prosqa_is_a_graph_with_one_answer():
     rng = random.Random(0)
     first = 0
     for _ in range(60):
         question = tasks.prosqa_sample(rng)
-        edges, name, *concepts = parse_prosqa(question["question"])
+        *facts, asked = re.findall(r"[^.?]+[.?]", question["question"])
+        name, *concepts = re.fullmatch(r" Is (\w+) a (\w+) or (\w+)\?", asked).groups()
+        form = re.compile(r" ?(?:Every )?(\w+) is a (\w+)\.")
+        edges = [form.fullmatch(fact).groups() for fact in facts]
         below, over = map(set, zip(*edges))
         roots = below - over
         assert name in roots <= set(tasks.NAMES)
         assert len(set(edges)) == len(edges)
         assert not below & set(concepts), "both are leaves"
-        reached = distances(edges, name)
+        reached = networkx.single_source_shortest_path_length(networkx.DiGraph(edges), name)
         right = [concept in reached for concept in concepts]
         assert sorted(right) == [False, True], "one answer"
         target = concepts[right.index(True)]
@@ -938,39 +905,26 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
 
 # ================================================================ instruct.py
 
-INSTRUCTIONS = []
-for number in range(120):
-    given, answer = ("input", "output") if number < 60 else ("context", "response")
-    INSTRUCTIONS.append({
-        "instruction": f"Repeat {number}.",
-        given: "a word" if number % 2 else "",                 # Alpaca's names and Dolly's
-        answer: f"word {number}",
-        "source": "prose" if number % 3 else "code"})
-
-
-def test_instructions_become_prompts_and_answers_and_the_loss_is_on_the_answers(tmp_path, capsys):
-    def records_of(source, *flags):
-        flags = [f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data", *flags]
-        instruct.main(flags)
+def test_instructions_become_prompts_and_answers(tmp_path):
+    """By Alpaca's names, in an array, and by Dolly's, a record a line."""
+    def records_of(source):
+        instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data"])
         return read_jsonl(tmp_path / "data_records/train.jsonl")
 
     array = tmp_path / "array.json"
-    array.write_text(json.dumps(INSTRUCTIONS))
+    lines = tmp_path / "lines.jsonl.xz"
+    rows = [dict(instruction=f"Repeat {n}.", output=f"word {n}") for n in range(120)]
+    rows[3]["input"] = "a word"
+    array.write_text(json.dumps(rows))
+    text = "\n".join(map(json.dumps, rows))
+    dolly = text.replace("output", "response").replace("input", "context")
+    lines.write_bytes(lzma.compress(dolly.encode()))
     records = records_of(array)
+    assert records_of(lines) == records
     assert [record["answer"] for record in records] == [f"word {n}" for n in range(120)]
-    lines = write_jsonl(tmp_path / "rows.jsonl", INSTRUCTIONS)
-    source = tmp_path / "rows.jsonl.xz"
-    source.write_bytes(lzma.compress(lines.read_bytes()))
-    assert records_of(source, "--skip=code,math") == [r for n, r in enumerate(records) if n % 3]
-    assert "80 of 120 records" in capsys.readouterr().out
     assert records[2]["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
-    for n in (1, 61):
-        prompt = f"### Instruction:\nRepeat {n}.\n\n### Input:\na word\n\n### Response:\n"
-        assert records[n]["prompt"] == prompt
-    y = TokenShards(tmp_path / "data", "train", 128).batch(range(4))[1]
-    learned = y[y >= 0].tolist()
-    assert re.fullmatch(r"(word \d+)+[a-z]*", bytes(t for t in learned if t < 256).decode())
-    assert len(learned) < y.numel() / 3
+    between = "Repeat 3.\n\n### Input:\na word\n\n### Response:"
+    assert records[3]["prompt"] == f"### Instruction:\n{between}\n"
 
 
 # ================================================================ analysis.py
@@ -979,11 +933,7 @@ def test_the_path_without_the_best_node_of_a_level():
     x = torch.tensor([[0.1, 0.1], [0.9, 0.2], [3.1, 0.0], [0.2, 1.2]])
     centroids = [torch.tensor([[0.5, 0.5], [3., 0.]]),
                  torch.tensor([[0., 0.], [1., 0.], [3., 0.], [4., 0.]])]
-
-    def path(rows, blocked=()):
-        return walk(torch.stack(list(rows)), centroids, blocked)
-
-    tree = SimpleNamespace(path=path)
+    tree = Retriever(torch.stack, "2,2", centroids)
     without = [analysis.without_best(tree, list(x), level).tolist() for level in (1, 2)]
     assert without == [[[1, 2], [1, 2], [0, 1], [1, 2]], [[0, 1], [0, 0], [1, 3], [0, 1]]]
 
@@ -993,17 +943,10 @@ def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered
     of the leaf, and no other there is nearer."""
     tok = get_tokenizer(str(clustered))
     tree = Retriever.load(clustered / "retriever.npz")
-    seen = []
-
-    def model(idx, targets, leaf):
-        seen.append((idx, targets))
-        return None, torch.tensor(1.0)
-
-    model.config = SimpleNamespace(block_size=32)
+    model = Mock(return_value=(None, torch.tensor(1.0)))
+    model.config.block_size = 32
     model.parameters = lambda: iter([torch.zeros(1)])
-    c = SimpleNamespace(datastore=10 ** 6, sequences=4, device="cpu")
-    found = analysis.rag(model, tok, clustered, c)
-    assert list(found) == ["nothing", "nearest to 32 tokens", "nearest to the whole", "any text"]
+    analysis.rag(model, tok, clustered, SimpleNamespace(datastore=10 ** 6, sequences=4))
     data = TokenShards(clustered, "train", 32)
     windows = range(data.n_windows)
     texts = data.batch(windows)[0][:, 1:16]
@@ -1011,9 +954,9 @@ def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered
     texts = texts[whole]
     leaves = data.context(windows)["leaf"][whole]
     stored = tree.embedder([tok.decode(row) for row in texts.tolist()])
-    plain, wanted = seen[0]
+    (plain, wanted), *others = [call.args for call in model.call_args_list]
     assert (plain[:, 0] == tok.eot).all()
-    for (idx, targets), length in zip(seen[1:], (8, 15, None)):
+    for (idx, targets), length in zip(others, (8, 15, None), strict=True):
         before = idx[:, 1:16]
         assert torch.equal(idx, torch.cat((plain[:, :1], before, plain[:, 1:]), 1))
         assert torch.equal(targets, F.pad(wanted[:, 8:], (23, 0), value=-1))
@@ -1101,7 +1044,7 @@ PAIRS = """
 def analyse(name, run, *flags):
     """What an analysis of one run writes."""
     analysis.main([name, f"--runs={run}", *map(str, flags)])
-    assert (run / f"analysis_{name}.png").exists() or name == "words"
+    assert (run / f"analysis_{name}.png").exists()
     return json.loads((run / f"analysis_{name}.json").read_text())[str(run)]
 
 
@@ -1126,40 +1069,6 @@ def test_words_are_found_where_they_stand(analysed):
             words.append(tok.decode([int(row[position])]))
             assert words[-1] == " " + analysis.WORDS[label]
     assert {words.count(word) for word in words} == {20}
-
-
-def test_router_maps_are_means_over_heads_and_shares_of_heads(analysed, monkeypatch):
-    grid = torch.tensor([[[1., 0], [1, 0]], [[.5, .5], [0, 1]]])
-    seen = {"router": (grid, ("layer", "head", "source"))}
-    monkeypatch.setattr(model_move.Model, "inspect", lambda self, idx: seen)
-    assert analyse("router", analysed / "run") == {
-        "layers": [[1, 0], [.25, .75]], "heads": [[1, 0], [1, 0], [.5, .5], [0, 1]]}
-
-
-def test_words_json_is_appendix_b():
-    words = json.loads((ROOT / "experiments/words.json").read_text())
-    assert sorted(words) == sorted("bank crane bat date watch block brilliant cold".split())
-    for word, lengths in words.items():
-        for three in lengths.values():                         # a gate sees what is to its left
-            assert len(three) == 3
-            assert all(re.search(rf"\b{word}\W*$", text) for text in three)
-
-
-def test_words_in_two_senses_are_compared_by_length(analysed, monkeypatch, capsys):
-    """The gate on V itself, column 0, does not count; differences are parts of the largest."""
-    seen = iter([[5.0, 1, 1], [0, 1, 2], [9.0, 3, 1]] * 3)     # A1, A2, B1: on V, two slots
-
-    def look(model, tok, text, word):
-        return {"gates": (torch.tensor([next(seen)]), ["layer", "slot"], 1)}
-
-    monkeypatch.setattr(sample, "look", look)
-    found = analyse("words", analysed / "run", "--words=cold")
-    assert found["cold"]["gates"]["short"] == [[[5, 1, 1]], [[0, 1, 2]], [[9, 3, 1]]]
-    text = capsys.readouterr().out
-    assert "largest (2)" in text
-    for which, mean in (("A2", "0.2500"), ("B1", "0.5000")):
-        assert len(re.findall(rf"(?m)^  \w+ +.A1-{which}. {mean}$", text)) == 3
-    assert (analysed / "run/analysis_words_run_gates_cold.png").exists()
 
 
 # ---------------------------------------------------------------- heads, slots and parts
@@ -1192,14 +1101,6 @@ def test_importance_is_the_slope_of_each_examples_loss_along_a_gate_on_the_head(
             weight.copy_(kept)
             slope = (losses[0] - losses[1]).abs() / (2 * eps)
             assert_close(found[layer, :, head], slope, rtol=1e-4, atol=1e-6)
-
-
-@parametrize("name", ["move", "lime", "ultramem", "hiermem"])
-def test_importance_takes_the_other_models_too(name):
-    model = make(name).eval()
-    found = analysis.head_importance(model, some_tokens(), some_tokens(seed=1))
-    assert found.shape == (len(model.blocks), 2, model.config.n_head)
-    assert (found > 0).all()
 
 
 @pytest.fixture(scope="module")
@@ -1236,29 +1137,14 @@ def test_slots_are_counted_by_head_and_layer(grown_run, grown, text_folder, monk
         return {"use": (torch.tensor(next(windows)), ("layer", "head", "slot"))}
 
     monkeypatch.setattr(model_midus.Model, "inspect", inspect)
-    assert analysis.slot_use(grown(), text_folder, TWO) == {
+    assert analysis.slot_use(grown(), None, text_folder, TWO) == {
         "slots": 4, "tokens": 64, "touched": [[3, 2]], "dead": [[.25, .5]],
         "ranked": [[.6875, .25, .0625, 0]]}
 
 
-def test_blocks_that_add_a_constant_are_found_out(grown, text_folder):
-    """By hand: the loss without the block, and with a bias in its place."""
-    model = grown()
-    memory = model.inserted[0].memory
-    found = analysis.block_losses(model, text_folder, TWO)
-    added = []
-    memory.register_forward_hook(lambda module, inputs, output: added.append(output))
-    assert found["loss"] == approx(analysis.mean_loss(model, text_folder, TWO))
-    mean = torch.cat(added).mean((0, 1))
-    for name, bias in (("silent", 0 * mean), ("constant", mean)):
-        memory.forward = lambda a, *more: bias.expand(*a.shape[:2], -1)
-        loss = analysis.mean_loss(model, text_folder, TWO)
-        assert found[name] == approx(loss, abs=1e-5) != found["loss"]
-
-
 def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, grown, text_folder, capsys):
     """By hand: the loss with zeros for the last matrix of an attention or an FFN; and without the
-    only inserted block's memory."""
+    only inserted block, which has a memory alone."""
     parts = analyse("parts", grown_run, "--sequences=2")
     assert "all memories" in capsys.readouterr().out
     for name, last in (("attn", "attn.W_O.weight"), ("mlp", "mlp.down.weight")):
@@ -1268,7 +1154,9 @@ def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, grown, text_
             rise = analysis.mean_loss(model, text_folder, TWO) - parts["loss"]
             assert parts[name][layer] == approx(rise, abs=1e-5) != 0
     assert parts["mlp"][-1] is None
-    silent = analysis.block_losses(grown(), text_folder, TWO)["silent"]
+    model = grown()
+    model.inserted[0].forward = lambda x, *more: x
+    silent = analysis.mean_loss(model, text_folder, TWO)
     rise = approx(silent - parts["loss"], abs=1e-6)
     assert parts["memory"] == [None, None, rise]
     assert parts["all memories"] == parts["memory"][2]

@@ -16,34 +16,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import topics
 from experiments.topics import HashEmbedder, Retriever, k_means, walk
 from prepare_fineweb import TokenShards, load_meta, prepare
-from test_all import CLUSTERED, clustered, parametrize, topic_texts
-
-def read(folder, split):
-    """rows (S, 33), masks (S, 33) and leaves (S,) of a split, as they lie in the files."""
-    path = folder / f"{split}_000000.bin"
-    rows = np.fromfile(path, np.uint16)[512:].reshape(-1, 33)
-    masks = np.fromfile(path.with_suffix(".mask"), np.uint8).reshape(-1, 33)
-    leaves = np.fromfile(path.with_suffix(".leaf"), np.int32)
-    return rows, masks, leaves
+from test_all import CLUSTERED, clustered, topic_texts
 
 
-@parametrize("split, part", [("train", slice(8, 48)), ("val", slice(0, 8))])
-def test_sequences_hold_windows_of_one_leaf_and_each_token_once(split, part, clustered):
-    texts = [row["text"] for row in topic_texts()[part]]
+def sequences(folder, split):
+    """(S, 65): the tokens of each sequence, its targets (-1: nothing is predicted), its leaf."""
+    data = TokenShards(folder, split, 32)
+    windows = range(data.n_windows)
+    leaves = data.context(windows)["leaf"][:, None]
+    return torch.cat((*data.batch(windows), leaves), 1)
+
+
+def test_sequences_hold_windows_of_one_leaf_and_each_token_once(clustered):
+    """Of the held-out texts; | is where one ends."""
+    texts = [row["text"] for row in topic_texts()[:8]]
     windows = [text[i:i + 64] for text in texts for i in range(0, len(text), 64)]
     leaf_of = Retriever.load(clustered / "retriever.npz").path(windows)[:, -1]
-    rows, _, leaves = read(clustered, split)
     pieces = []
-    for row, leaf in zip(rows, leaves):
-        text = "".join(chr(i) if i < 256 else "|" for i in row)     # | is eot
+    for *row, leaf in sequences(clustered, "val").tolist():
+        tokens = [*row[:32], row[-1]]
+        text = "".join(chr(i) if 0 <= i < 256 else "|" for i in tokens)
         for piece in text.split("|"):
             where = [piece in window for window in windows]
             assert leaf in leaf_of[where]
             pieces.append(piece)
     assert sorted("".join(pieces)) == sorted("".join(texts))
-    data = TokenShards(clustered, split, 32)
-    assert data.n_windows == len(rows) == load_meta(clustered)["tokens"][split] / 33
-    assert data.context(range(len(rows)))["leaf"].tolist() == leaves.tolist()
 
 
 def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
@@ -67,12 +64,6 @@ def test_the_tree_finds_the_subjects_and_the_seed_decides(clustered, capsys):
     assert "level 2, nodes 4, tokens" in capsys.readouterr().out
     moved = [c + 0.1 for c in retriever.centroids]
     assert Retriever(retriever.embedder, "2,2", moved).hash != retriever.hash
-
-
-def test_normalised_mutual_information():
-    halves = [0, 0, 1, 1]
-    for other, expected in ((halves, 1), ([0, 1, 0, 1], 0), ([0, 1, 2, 3], 2 / 3)):
-        assert topics.mutual_information(halves, other) == approx(expected)
 
 
 def test_cut_and_pack_by_hand():
@@ -147,12 +138,14 @@ def test_k_means_starts_in_every_cluster():
 
 def test_walk_is_greedy():
     torch.manual_seed(0)
-    x, *centroids = (torch.randn(n, 5) for n in (50, 3, 6, 24))
+    x = torch.randn(50, 5)
+    centroids = [torch.randn(n, 5) for n in (3, 6, 24)]
     for row, path in zip(x, walk(x, centroids).tolist()):
         node = 0
         for c, k, got in zip(centroids, (3, 2, 4), path):
-            distances = (row - c[node * k:node * k + k]).norm(dim=1)
-            node = node * k + int(distances.argmin())
+            first = node * k
+            distances = (row - c[first:first + k]).norm(dim=1)
+            node = first + int(distances.argmin())
             assert node == got
 
 

@@ -13,7 +13,6 @@ backward pass, clipping and the optimizers; steps in turn, medians.
 Writes results/ultramem_growth-DEVICE.json.
 """
 import copy
-import json
 import re
 import statistics
 import sys
@@ -22,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments.run import options, save_costs
 from kernels import (LazyAdam, clip_grads, gather_dot, gather_sum, keep_coalesced, sort_indices,
                      tune_cpu)
 from model_ultramem import Config, Model
-from prepare_fineweb import configure, guard, need
+from prepare_fineweb import guard, need
 
 # -------------------------------------------------------------------------- settings: --key=value
 sizes = "512,1024,2048"       # n, row (and column) keys
@@ -37,7 +36,6 @@ batch = 4                     # sequences of a step
 block_size = 256              # tokens of a sequence
 steps = 25                    # that count, after three to warm up
 device = "cpu"                # cpu | cuda
-_defaults = {k: v for k, v in globals().items() if k[0] != "_" and isinstance(v, (int, str))}
 # --------------------------------------------------------------------------
 WARMUP = 3                    # steps that do not count
 
@@ -55,7 +53,7 @@ def timed(parameters, optimizers, forward):
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    if device == "cuda":
+    if parameters[0].is_cuda:
         torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - began)
 
@@ -162,8 +160,8 @@ def compare(times, a, b):
 
 
 def main(argv):
-    overrides, others = configure(argv, _defaults)
-    globals().update(overrides)
+    c, others = options(argv, globals())
+    globals().update(vars(c))
     need(not others, f"no file is wanted, not {others}")
     need(device in ("cpu", "cuda"), f"device={device}: choose cpu or cuda")
     need(re.fullmatch("[0-9]+(,[0-9]+)*", sizes), f"sizes={sizes}: whole numbers, by commas")
@@ -190,12 +188,8 @@ def main(argv):
                            for part in ("scoring", "rows"))
         print(f"from {a} to {b} a step takes {step:.1f} ms more, {shares}; "
               f"dense {more['dense_ms']:.1f}")
-    machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    settings = {key: globals()[key] for key in _defaults if key not in ("device", "sizes")}
-    facts = dict(sizes=found, growth=growth, device=machine, threads=torch.get_num_threads(),
-                 torch=torch.__version__, **settings)
-    path = ROOT / f"experiments/results/ultramem_growth-{device}.json"
-    path.write_text(json.dumps(facts, indent=1) + "\n")
+    save_costs("ultramem_growth", "ultramem", device, sizes=found, growth=growth,
+               settings=vars(c))
 
 
 if __name__ == "__main__":
