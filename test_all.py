@@ -976,12 +976,13 @@ def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
 
 # ---------------------------------------------------------------- operators, dispatch, compilation
 
-@parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
-def test_kernels_are_launched_on_the_gpu_that_was_asked_for(name, current, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
-    monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
-    assert sample.pick_device(name) == name and chosen == current
+def test_the_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch, "empty", Mock())
+    for name in ("cpu", "cuda", "cuda:1"):
+        assert sample.pick_device(name) == name
+    assert current == ["cuda:1"]
 
 
 def operator_calls():
@@ -1582,6 +1583,16 @@ None            router.R
 384 ** -0.5     W_K.weight W_V.weight
 0.02            *
 
+lime router_init=random n_layer=8 n_head=8
+64 ** -0.5      7.attn.router.R
+None            *
+
+lime baseline=hyper
+1               norm.weight static_beta
+0.01            alpha_scale beta_scale
+0               alpha_fn beta_fn
+None            *
+
 ultramem
 32 ** -0.4      retrieve.q_norm.weight retrieve.k_norm.weight
 1               norm.weight
@@ -1983,11 +1994,6 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
     assert router != "dynamic" or (mixer.W == 0).all()
 
 
-def test_lime_routers_can_start_as_nothing_but_noise():
-    model = make("lime", router_init="random", randomize=False, n_head=8, n_layer=8)
-    assert model.blocks[7].attn.router.R[:, -8:].std().item() == approx(1 / 8, rel=0.2)
-
-
 def saved_bytes(model, idx):
     """What one forward keeps for the backward pass: distinct storages, parameters left out."""
     sizes = {}
@@ -2018,22 +2024,14 @@ def outputs_of(module):
     return seen
 
 
-def bytes_that_routing_keeps(router, L):
-    fields = dict(randomize=False, n_layer=L, n_embd=16, n_inner=16)
-    lime, llama = (saved_bytes(make("lime", router=kind, **fields), some_tokens(2, 64))
-                   for kind in (router, "none"))
-    return lime - llama
-
-
 @parametrize("router", [r for r in LIME_ROUTERS if r != "dynamic"])
 def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
     buffer = 2 * 16 * 128 * 16 * 4                             # 2 L B T H_kv d_h numbers
-    kept = bytes_that_routing_keeps(router, 16)
-    assert 0.3 * buffer < kept <= 1.1 * buffer
-    if router in ("static", "per-dim"):                        # linear in depth
-        twice, four_times = (bytes_that_routing_keeps(router, L) for L in (32, 64))
-        assert four_times <= 1.1 * 4 * buffer
-        assert four_times - twice == approx(2 * (twice - kept), rel=0.05)
+    fields = dict(randomize=False, n_layer=16, n_embd=16, n_inner=16)
+    lime, llama = (saved_bytes(make("lime", router=kind, **fields), some_tokens(2, 64))
+                   for kind in (router, "none"))
+    kept = lime - llama
+    assert 0.3 * buffer < kept <= 1.1 * buffer                 # and not of all layers in each
 
 
 @slow
@@ -2084,8 +2082,6 @@ def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
     for number, layer in enumerate(layers):
         alpha = torch.cat((torch.eye(4)[:, [number % 4]], torch.eye(4)), 1)
         assert layer.static_alpha.tolist() == alpha.tolist()
-        assert layer.static_beta.tolist() == [1] * 4
-        assert layer.alpha_scale.item() == layer.beta_scale.item() == approx(0.01)
 
 
 def test_a_hyper_connection_equals_its_equations():
@@ -2186,7 +2182,6 @@ def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(
     y = memory(x[None], model.tables)[0][0]
     want = slow_ultramem(memory, x, tables, [*map(int, which.split())])
     assert_close(y, want)
-    assert_close(memory(x[None, :1], model.tables)[0][0], want[:1])        # as in decoding
     parameters = [x, *memory.parameters(), *tables.parameters()]
     grads, wanted = (
         torch.autograd.grad(out.square().sum(), parameters) for out in (y, want))
@@ -2326,10 +2321,6 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
         model = on_meta("ultramem", n_layer=depth, n_embd=64 * depth, vocab_size=4096,
                         n_head=depth, memory=memory)
         counts[memory] = model.param_counts()
-        saved = vars(model.config)
-        assert vars(model_ultramem.Config(**saved)) == saved, "as a checkpoint has them"
-        dense = model_ultramem.Config(**saved | model_ultramem.DENSE)
-        assert dense.n_inner == saved["n_inner"], "the memory goes, and nothing else"
     want = counts["ultramemv2"]
     for memory, count in counts.items():
         assert count["active"] == approx(want["active"], rel=0.015), memory
@@ -2565,8 +2556,6 @@ def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
     theirs, ours = base.new_cache(2, 14), model.new_cache(2, 14)
     for part in idx.split([9, 1, 4], 1):
         assert torch.equal(model(part, cache=ours)[0], base(part, cache=theirs)[0])
-    kept = [name for layer, name in ours.store if name in "kv"]
-    assert len(kept) == 2 * (6 + 3)                            # the inserted attentions' too
 
 
 def test_llama_pro_solar_and_avg_deus_copy_these_blocks():
@@ -2625,17 +2614,6 @@ def test_lesa_with_the_mean_of_the_vs_is_the_mean_of_the_weights(monkeypatch):
         if "norm" in name:
             p = base.blocks[0].get_parameter(name[2:])
         assert_close(lesa.get_parameter(name), p, atol=1e-5, rtol=1e-5)
-
-
-def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_step_2():
-    model, idx = midus_grown(phase="cpt"), some_tokens(4, 15)
-    optimizer = torch.optim.AdamW(model.param_groups("adamw", 1e-2, 0.0))
-    for step in range(2):
-        optimizer.zero_grad()
-        model(idx, idx)[1].backward()
-        for name, p in model.inserted.named_parameters():
-            assert (p.grad.abs().max() > 0) == (step > 0 or name.endswith("values")), name
-        optimizer.step()
 
 
 @parametrize("fields, lowest", rows("""
@@ -2871,15 +2849,10 @@ def test_hiermem_memories_in_fewer_layers_are_table_9s():
 
 @parametrize("memory", KINDS)
 @torch.no_grad()
-def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(memory):
+def test_hiermem_memories_change_nothing_at_step_0_bit_for_bit(memory):
     model = make("hiermem", randomize=False, memory=memory, **TREE)
     idx, leaf = some_tokens(4), torch.tensor([0, 3, -1, 5])
-    anchor = model(idx, leaf=None)[0]
-    assert torch.equal(model(idx, leaf=leaf)[0], anchor), "bit for bit the anchor"
-    model.bank["1"].table[1] += 0.3                            # leaves 2 and 3
-    model.bank["2"].table[-1] += 0.3                           # generic
-    moved = (model(idx, leaf=leaf)[0] - anchor).abs().amax((1, 2))
-    assert (moved > 1e-4).tolist() == [False, True, True, False]
+    assert torch.equal(model(idx, leaf=leaf)[0], model(idx, leaf=None)[0])
 
 
 @parametrize("memory, stds", rows("""
@@ -3041,14 +3014,12 @@ def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(backend):
     for n in range(7):
         rows = torch.randperm(4, generator=g)[:1 + n % 3].sort()[0]        # never the last one
         values = torch.randn(len(rows), 2, 3, generator=g)
-        table.grad = torch.sparse_coo_tensor(
-            rows[None], values, table.shape, check_invariants=False)
+        table.grad = kernels.coalesced(rows, values, table.shape)
         for row, value in zip(rows, values):
             alone[row].grad = value
             theirs[row].step()
         ours.step()
     assert_close(table.data, torch.stack(alone).data, atol=1e-5, rtol=1e-5)
-    assert torch.equal(table[-1], start[-1])
 
 
 TOPICS = ("river boat water fish shore", "engine piston fuel wheel brake",
