@@ -3470,6 +3470,7 @@ def test_muon_trains_any_model(name, tiny, tmp_path):
     for o in run["optimizers"]:
         for group in o.param_groups:
             what = (type(o) is torch.optim.Muon, group["base_lr"], group["base_decay"])
+            assert found.keys().isdisjoint(group["params"]), "each in one group"
             found.update(dict.fromkeys(group["params"], what))
     assert found.keys() == {p for p in raw.parameters() if p.requires_grad}
     if "muon" in module.RECIPE:
