@@ -151,6 +151,12 @@ def test_configure_types_a_value_after_its_default(argument, value):
     assert repr(found) == f"({value}, ['config.py'])"
 
 
+@parametrize("argument", ["--_private=2", "--module=2"])
+def test_configure_takes_neither_private_names_nor_modules(argument):
+    with pytest.raises(ConfigError, match="unknown option"):
+        configure([argument], NAMESPACE)
+
+
 def gpt2_stand_in():
     """An encoding with GPT-2's 50,257 ids of which only the 256 bytes and eot can occur."""
     import tiktoken
@@ -433,7 +439,8 @@ def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
         pf.lock(tmp_path)
     other.kill()
     other.communicate()
-    pf.lock(tmp_path).close()
+    with pf.lock(tmp_path), pytest.raises(ConfigError, match=f"the process {os.getpid()}: wait"):
+        pf.lock(tmp_path)
 
 
 def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
