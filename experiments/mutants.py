@@ -37,7 +37,7 @@ def survives(mutant):
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", tests, *files]
         environment = {**os.environ, "NANOMEM_SLOW": "1", "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    caught = run.returncode == 1
+    caught = run.returncode == 1 or run.returncode < 0     # a failure, or a crash of the process
     print("caught  " if caught else "SURVIVED", name, "|", right.strip(), "->", wrong.strip())
     if run.returncode > 1:
         print(f"no test ran with -k {tests!r}:", run.stdout[-500:])
