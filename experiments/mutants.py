@@ -37,7 +37,7 @@ def survives(mutant):
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", tests, *files]
         environment = {**os.environ, "NANOMEM_SLOW": "1", "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    caught = run.returncode == 1
+    caught = run.returncode == 1 or run.returncode < 0     # a failure, or a crash of the process
     print("caught  " if caught else "SURVIVED", name, "|", right.strip(), "->", wrong.strip())
     if run.returncode > 1:
         print(f"no test ran with -k {tests!r}:", run.stdout[-500:])
@@ -94,6 +94,9 @@ MUTANTS = [
      "    row = pick_ranks(s_row.detach(), rows)", "test_ultramem_equals_its_equations"),
     ("kernels.py", "            if not (rows.diff() > 0).all():",
      "            if not (rows.diff() >= 0).all():", "keep_coalesced"),
+    ("kernels.py", "wants_weight = torch.is_grad_enabled() and weight.requires_grad",
+     "wants_weight = torch.is_grad_enabled() and x.requires_grad", "linear_cross_entropy"),
+    ("kernels.py", "return s if s.stride(-1) == 1 else s.contiguous()", "return s", "strided"),
     ("prepare_fineweb.py", 'np.searchsorted(self.first, windows, side="right") - 1',
      'np.searchsorted(self.first, windows, side="left") - 1', "speedruns"),
     ("prepare_fineweb.py", "signal.signal(signal.SIGINT, signal.SIG_IGN)     # a second",
@@ -182,6 +185,11 @@ MUTANTS = [
      "        if cache is not None:", "test_lime_equals"),
     ("model_lime.py", "            buffer.append(x)  ", "            buffer.append(2 * x)  ",
      "test_denseformer"),
+    ("model_lime.py", "self.static_alpha[self.number % self.n, 0] = 1.0",
+     "self.static_alpha[0, 0] = 1.0", "test_hyper"),
+    ("model_lime.py", "        return checkpoint(self.mix, R, *sources, ",
+     "        return self.mix(R, *sources)\n        return checkpoint(self.mix, R, *sources, ",
+     "test_lime_keeps"),
     ("model_ultramem.py", "beside = memory.n_weights(self) + self.heads", "beside = self.heads",
      "test_ultramem_all_memories_have_equal"),
     ("model_ultramem.py", "keys = self.k_norm(self.keys) ",
@@ -204,6 +212,8 @@ MUTANTS = [
      "weights = scores.view(len(x), -1, 1).softmax(1)", "test_ultramem_predecessors"),
     ("model_ultramem.py", '        if not self.training:\n', '        if False:\n',
      "test_loss_is_the_mean and moe"),
+    ("model_ultramem.py", "near = (u * self.u + v * self.v).sum(1, keepdim=True) >= 0",
+     "near = u.sum(1, keepdim=True) >= 0", "test_ultramem_singular_vectors"),
     ("model_midus.py", "turns = context * theta / (2 * math.pi)", "turns = context * theta",
      "hugging_face_logits"),
     ("model_midus.py", "return self.attn(self.attn_norm(x), rotary, cache) ",
@@ -229,6 +239,7 @@ MUTANTS = [
     ("model_midus.py", '    block.attn.W_O.weight.zero_()\n', "", "bit_for_bit"),
     ("model_midus.py", 'A["mlp_norm.weight"] = (norm[order] + norm) / 2',
      'A["mlp_norm.weight"] = norm[order]', "opt_deus_puts"),
+    ("model_midus.py", "            slots = slots + first[:, None]\n", "", "cached_values"),
     ("model_hiermem.py", 'return [round(int(r) * share) for r in self.ranks.split(",")]',
      'return [int(r) for r in self.ranks.split(",")]', "table_9"),
     ("model_hiermem.py", "sin = torch.cat((-angle.sin(), angle.sin()), -1)",
@@ -275,6 +286,10 @@ MUTANTS = [
      "mistake and locked"),
     ("train.py", 'max_iters < ckpt["step"]', 'max_iters < ckpt["step"] - 1', "mistake and larger"),
     ("train.py", ' and name != "head"}', "}", "muon_trains"),
+    ("train.py", 'group["params"] = [p for p in group["params"] if p not in matrices]', "pass",
+     "muon_trains"),
+    ("train.py", "extra = {key: value[part].to(device)",
+     "extra = {key: value[:batch_size].to(device)", "co_training"),
     ("train.py", '    torch.set_rng_state(ckpt["rng"])', "    pass", "goes_on_for_longer"),
     ("train.py", "first = (skip_steps + step) * rows", "first = step * rows", "seed_decides"),
     ("train.py", "(loss * world).backward()", "loss.backward()", "two_processes"),
