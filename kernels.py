@@ -610,30 +610,61 @@ def staircase(k, n, device):
     return torch.tensor(pairs, device=device).t().contiguous()
 
 
+def top_indices(s, k):
+    """s (Q, n) -> (Q, k): s.topk(k).indices, on a CPU in a quarter of its time.
+
+    A score and its index are sorted as one int64, the score in the upper half: NumPy's sort takes
+    eight of these at a time and is at its best up to 256 a row. A longer row is cut into groups of
+    four: the k groups with the largest maxima hold the k largest. Of equal scores the first wins,
+    so never the padding.
+    """
+    if s.device.type != "cpu" or s.dtype != torch.float32:
+        return s.topk(k).indices
+    n = s.shape[1]
+    groups = math.ceil(n / 4)
+    if n > 256 and groups + 4 * k < n:
+        s = F.pad(s, (0, 4 * groups - n), value=-math.inf)
+        best = top_indices(s.view(-1, 4, groups).amax(1), k)
+        index = best[:, None] + groups * torch.arange(4)[:, None]    # (Q, 4, k)
+        index = index.flatten(1)
+        return index.gather(1, top_indices(s.gather(1, index), k))
+    bits = (-s).view(torch.int32)
+    bits ^= (bits >> 31) & 0x7FFFFFFF    # ascending like the numbers, see pack
+    packed = (bits.long() << 32) | torch.arange(n)
+    packed.numpy().sort(1)
+    return packed[:, :k] & 0xFFFFFFFF
+
+
 def product_key_search_torch(s_row, s_col, k):
     n = s_row.shape[1]
     dtype = acc_dtype(s_row, s_col)
-    row, i = s_row.to(dtype).topk(min(k, n))    # descending scores (P, min(k, n)) and their indices
-    col, j = s_col.to(dtype).topk(min(k, n))
+    s_row = s_row.to(dtype)
+    s_col = s_col.to(dtype)
+    i = top_indices(s_row, min(k, n))    # of descending scores
+    j = top_indices(s_col, min(k, n))
     a, b = staircase(k, n, s_row.device)
-    candidates = row.index_select(1, a) + col.index_select(1, b)    # (P, C)
-    scores, best = candidates.topk(k)    # (P, k)
-    return scores, i.gather(1, a[best]), j.gather(1, b[best])
+    row = s_row.gather(1, i).index_select(1, a)
+    col = s_col.gather(1, j).index_select(1, b)
+    candidates = row + col    # (P, C)
+    best = top_indices(candidates, k)    # (P, k)
+    return candidates.gather(1, best), i.gather(1, a[best]), j.gather(1, b[best])
 
 
 def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
+    P, R, r, _ = s_row.shape
     dtype = acc_dtype(s_row)
     s_row = s_row.to(dtype)
     s_col = s_col.to(dtype)
     u_score = (u.to(dtype)[..., None] * s_row).sum(2)    # (P, R, n)
     v_score = (v.to(dtype)[..., None] * s_col).sum(2)
-    i = u_score.topk(m_key).indices    # (P, R, m_key)
-    j = v_score.topk(m_key).indices
+    i = top_indices(u_score.flatten(0, 1), m_key).view(P, R, m_key)
+    j = top_indices(v_score.flatten(0, 1), m_key).view(P, R, m_key)
     row = pick_ranks(s_row, i)    # (P, R, r, m_key)
-    col = pick_ranks(s_col, j)
-    right = core_times(core_sum.to(dtype), col)
-    grid = (row[..., None] * right[..., None, :]).sum(2)    # (P, R, m_key, m_key)
-    best = grid.flatten(2).topk(m).indices    # (P, R, m) of the m_key x m_key grid
+    right = core_times(core_sum.to(dtype), pick_ranks(s_col, j))
+    grid = row.new_zeros(P, R, m_key, m_key)
+    for x in range(r):
+        grid.addcmul_(row[:, :, x, :, None], right[:, :, x, None])
+    best = top_indices(grid.view(P * R, m_key**2), m).view(P, R, m)    # of the m_key x m_key grid
     return i.gather(2, best // m_key), j.gather(2, best % m_key)
 
 
@@ -654,17 +685,14 @@ def gather_sum_torch(table, indices, weights, blocks, n_blocks):
     dtype = weights.dtype
     table, indices = touched_rows(table, indices, acc_dtype(table, weights))
     weights = weights.to(table.dtype)
-    if blocks is None:    # one bag per query and slice
-        index = indices[:, None] * H + torch.arange(H, device=device)[:, None]    # (P, H, k)
-        weights = weights.transpose(1, 2).reshape(P * H, k)
-        y = F.embedding_bag(index.reshape(P * H, k), table.view(-1, d // H), mode="sum",
-                            per_sample_weights=weights)
+    if blocks is None:    # one bag per query
+        y = slice_sums(table, indices, None, weights)
     else:
         bag = torch.arange(P, device=device)[:, None] * n_blocks + blocks
         bag, order = bag.reshape(-1).sort(stable=True)
         start = torch.searchsorted(bag, torch.arange(P * n_blocks, device=device))
         index = indices.reshape(-1)[order]
-        y = segment_sum(table, index, start, weights.reshape(-1, H)[order])
+        y = slice_sums(table, index, start, weights.reshape(-1, H)[order])
     return y.view(P * n_blocks, d).to(dtype)
 
 
@@ -702,25 +730,21 @@ def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtyp
     if blocks is not None:
         result = result + blocks.reshape(-1)[order]
     weights = weights.reshape(-1, H)[order].to(acc)
-    return rows, segment_sum(grad.to(acc), result, start, weights).to(dtype)
+    return rows, slice_sums(grad.to(acc), result, start, weights).to(dtype)
 
 
-def segment_sum(source, index, start, weights):
-    """y[s] = sum of weights[e] * source[index[e]] over e in [start[s], start[s+1]); weights (L, H),
-    for H slices of the row.
+def slice_sums(source, index, start, weights):
+    """Sums of weights * source[index], an embedding_bag for each of the H slices of a row: no
+    tensor of all products.
 
-    source (R, d), index (L,), start (S,) -> (S, d). One embedding_bag with a bag per slice and
-    segment: no (L, d) tensor.
+    source (R, d); index (L,), weights (L, H), start (S,): sum s is of the entries from start[s] to
+    start[s+1]; or index (S, k), weights (S, k, H), start None: a sum a row. -> (S, d)
     """
-    L, H = weights.shape
-    d = source.shape[1]
-    h = torch.arange(H, device=source.device)[:, None]
-    bags = (start + L * h).view(-1)
-    index = (index * H + h).view(-1)
-    y = F.embedding_bag(index, source.reshape(-1, d // H), bags, mode="sum",
-                        per_sample_weights=weights.t().reshape(-1))    # (H*S, d/H)
-    S = start.shape[0]
-    return y.view(H, S, d // H).transpose(0, 1).reshape(S, d)
+    sums = []
+    H = weights.shape[-1]
+    for part, weight in zip(source.chunk(H, 1), weights.movedim(-1, 0).contiguous()):
+        sums.append(F.embedding_bag(index, part, start, mode="sum", per_sample_weights=weight))
+    return torch.cat(sums, 1)
 
 
 # ================================================================ torch path: the head
