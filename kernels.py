@@ -698,22 +698,23 @@ def gather_sum_torch(table, indices, weights, blocks, n_blocks):
 
 def gather_dot_torch(table, indices, x, blocks, n_blocks, H):
     P, k = indices.shape
-    width = table.shape[1] // H
-    device = table.device
+    d = table.shape[1]
+    dtype = x.dtype
     table, indices = touched_rows(table, indices, acc_dtype(table, x))
-    result = torch.arange(P, device=device)[:, None] * n_blocks
+    x = x.to(table.dtype)
     if blocks is not None:
-        result = result + blocks
-    h = torch.arange(H, device=device)
-    index = (indices[..., None] * H + h).reshape(-1)    # (P*k*H,) slices of the table
-    bag = (result[..., None] * H + h).expand(P, k, H)    # and of x
-    bag = bag.reshape(-1).contiguous()
-    # The operator behind embedding_bag's own gradient for its weights: one dot product per entry,
-    # no (P*k, d) tensor.
-    x_slices = x.to(table.dtype).reshape(-1, width)
-    dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        x_slices, table.view(-1, width), index, bag[:1], bag, 0, -1)
-    return dots.view(P, k, H).to(x.dtype)
+        blocks = blocks + torch.arange(P, device=x.device)[:, None] * n_blocks    # rows of x
+    dots = table.new_empty(P, k, H, dtype=dtype)
+    queries = max(1, 2**18 // (k * d))    # whose rows, 1 MB, stay in a CPU's cache
+    for start in range(0, P, queries):
+        part = slice(start, start + queries)
+        rows = table.index_select(0, indices[part].flatten())
+        if blocks is None:
+            rows.view(-1, k, d).mul_(x[part, None])
+        else:
+            rows *= x.index_select(0, blocks[part].flatten())
+        dots[part] = rows.view(-1, k, H, d // H).sum(3)
+    return dots
 
 
 def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
