@@ -165,22 +165,24 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     rows, cols = tucker_search(*scores, m_key, m)
     row = pick_ranks(s_row, rows)
     col = pick_ranks(s_col, cols)
-    right = core_times(core.to(row.dtype).transpose(0, 1), col[:, :, None])    # (P, R, H, r, m)
-    scores = (row[:, :, None] * right).sum(3)    # (P, R, H, m)
-    return scores.transpose(2, 3), rows * n + cols
+    right = core_times(core.to(row.dtype), col)    # (H, R, r, P, m)
+    scores = (row * right).sum(2)    # (H, R, P, m)
+    return scores.permute(2, 1, 3, 0), rows * n + cols
 
 
 def core_times(core, s):
-    """sum_y core[x,y] s[y,j] for core (..., r, r), s (..., r, m) -> (..., r, m): products and sums,
-    since a matrix product of fp32 may run in TF32.
+    """sum_y core[x,y] s[y] for core (..., R, r, r), s (R, r, P, m) -> (..., R, r, P, m): products
+    and sums, since a matrix product of fp32 may run in TF32.
     """
-    return (core[..., None] * s[..., None, :, :]).sum(-2)
+    return (core[..., None, None] * s[:, None]).sum(-3)
 
 
 def pick_ranks(s, index):
-    """s (P, R, r, n), index (P, R, m) -> s[p, h, x, index[p, h, u]] (P, R, r, m)."""
-    P, R, r, _ = s.shape
-    return pick(s, index[:, :, None].expand(P, R, r, index.shape[2]))
+    """s (P, R, r, n), index (P, R, m) -> s[p, h, x, index[p, h, u]] (R, r, P, m): the ranks' scores
+    lie apart, so that what weighs them is one number for all of P and m.
+    """
+    index = index.transpose(0, 1)[:, None]    # (R, 1, P, m)
+    return pick(s.permute(1, 2, 0, 3), index.expand(-1, s.shape[2], -1, -1))
 
 
 # ================================================================ the sums
@@ -623,14 +625,17 @@ def top_indices(s, k):
     n = s.shape[1]
     groups = math.ceil(n / 4)
     if n > 256 and groups + 4 * k < n:
-        s = F.pad(s, (0, 4 * groups - n), value=-math.inf)
+        if n % 4:
+            s = F.pad(s, (0, 4 * groups - n), value=-math.inf)
         best = top_indices(s.view(-1, 4, groups).amax(1), k)
         index = best[:, None] + groups * torch.arange(4)[:, None]    # (Q, 4, k)
         index = index.flatten(1)
         return index.gather(1, top_indices(s.gather(1, index), k))
     bits = (-s).view(torch.int32)
     bits ^= (bits >> 31) & 0x7FFFFFFF    # ascending like the numbers, see pack
-    packed = (bits.long() << 32) | torch.arange(n)
+    packed = bits.long()
+    packed <<= 32
+    packed |= torch.arange(n)
     packed.numpy().sort(1)
     return packed[:, :k] & 0xFFFFFFFF
 
@@ -651,20 +656,22 @@ def product_key_search_torch(s_row, s_col, k):
 
 
 def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
-    P, R, r, _ = s_row.shape
+    P, R, r, n = s_row.shape
     dtype = acc_dtype(s_row)
-    s_row = s_row.to(dtype)
-    s_col = s_col.to(dtype)
-    u_score = (u.to(dtype)[..., None] * s_row).sum(2)    # (P, R, n)
-    v_score = (v.to(dtype)[..., None] * s_col).sum(2)
-    i = top_indices(u_score.flatten(0, 1), m_key).view(P, R, m_key)
-    j = top_indices(v_score.flatten(0, 1), m_key).view(P, R, m_key)
-    row = pick_ranks(s_row, i)    # (P, R, r, m_key)
+    first = []    # the rows and the columns of stage 1
+    for vector, s in ((u, s_row), (v, s_col)):
+        s = s.permute(1, 2, 0, 3).to(dtype)    # (R, r, P, n)
+        score = (vector.to(dtype)[..., None, None] * s).sum(1)    # (R, P, n)
+        best = top_indices(score.view(R * P, n), m_key)
+        first.append(best.view(R, P, m_key).transpose(0, 1))
+    i, j = first    # (P, R, m_key)
+    row = pick_ranks(s_row, i)    # (R, r, P, m_key)
     right = core_times(core_sum.to(dtype), pick_ranks(s_col, j))
-    grid = row.new_zeros(P, R, m_key, m_key)
-    for x in range(r):
-        grid.addcmul_(row[:, :, x, :, None], right[:, :, x, None])
-    best = top_indices(grid.view(P * R, m_key**2), m).view(P, R, m)    # of the m_key x m_key grid
+    grid = row[:, 0, :, :, None] * right[:, 0, :, None]    # (R, P, m_key, m_key)
+    for x in range(1, r):
+        grid.addcmul_(row[:, x, :, :, None], right[:, x, :, None])
+    best = top_indices(grid.view(R * P, m_key**2), m)
+    best = best.view(R, P, m).transpose(0, 1)
     return i.gather(2, best // m_key), j.gather(2, best % m_key)
 
 
@@ -684,15 +691,15 @@ def gather_sum_torch(table, indices, weights, blocks, n_blocks):
     device = table.device
     dtype = weights.dtype
     table, indices = touched_rows(table, indices, acc_dtype(table, weights))
-    weights = weights.to(table.dtype)
-    if blocks is None:    # one bag per query
+    weights = weights.to(table.dtype).movedim(2, 0)    # (H, P, k)
+    if blocks is None:
         y = slice_sums(table, indices, None, weights)
     else:
         bag = torch.arange(P, device=device)[:, None] * n_blocks + blocks
         bag, order = bag.reshape(-1).sort(stable=True)
         start = torch.searchsorted(bag, torch.arange(P * n_blocks, device=device))
         index = indices.reshape(-1)[order]
-        y = slice_sums(table, index, start, weights.reshape(-1, H)[order])
+        y = slice_sums(table, index, start, weights.flatten(1).index_select(1, order))
     return y.view(P * n_blocks, d).to(dtype)
 
 
@@ -720,7 +727,7 @@ def gather_dot_torch(table, indices, x, blocks, n_blocks, H):
 def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
     P, k, H = weights.shape
     acc = acc_dtype(grad, weights)
-    keys = indices.reshape(-1)[order]
+    keys = indices.flatten().index_select(0, order)
     if sparse:
         rows, count = keys.unique_consecutive(return_counts=True)
     else:
@@ -730,7 +737,8 @@ def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtyp
     result = order // k * n_blocks
     if blocks is not None:
         result = result + blocks.reshape(-1)[order]
-    weights = weights.reshape(-1, H)[order].to(acc)
+    weights = weights.to(acc).movedim(2, 0).flatten(1)    # (H, P*k)
+    weights = weights.index_select(1, order)
     return rows, slice_sums(grad.to(acc), result, start, weights).to(dtype)
 
 
@@ -738,12 +746,11 @@ def slice_sums(source, index, start, weights):
     """Sums of weights * source[index], an embedding_bag for each of the H slices of a row: no
     tensor of all products.
 
-    source (R, d); index (L,), weights (L, H), start (S,): sum s is of the entries from start[s] to
-    start[s+1]; or index (S, k), weights (S, k, H), start None: a sum a row. -> (S, d)
+    source (R, d); index (L,), weights (H, L), start (S,): sum s is of the entries from start[s] to
+    start[s+1]; or index (S, k), weights (H, S, k), start None: a sum a row. -> (S, d)
     """
     sums = []
-    H = weights.shape[-1]
-    for part, weight in zip(source.chunk(H, 1), weights.movedim(-1, 0).contiguous()):
+    for part, weight in zip(source.chunk(len(weights), 1), weights.contiguous()):
         sums.append(F.embedding_bag(index, part, start, mode="sum", per_sample_weights=weight))
     return torch.cat(sums, 1)
 
