@@ -613,10 +613,10 @@ def staircase(k, n, device):
 
 
 def top_indices(s, k):
-    """s (Q, n) -> (Q, k): s.topk(k).indices, on a CPU in a quarter of its time.
+    """s (Q, n) -> (Q, k): s.topk(k).indices, on one thread of a CPU in a quarter of its time.
 
     A score and its index are sorted as one int64, the score in the upper half: NumPy's sort takes
-    eight of these at a time and is at its best up to 256 a row. A longer row is cut into groups of
+    several of these at once and is at its best up to 256 a row. A longer row is cut into groups of
     four: the k groups with the largest maxima hold the k largest. Of equal scores the first wins,
     so never the padding.
     """
