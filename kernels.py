@@ -165,22 +165,24 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     rows, cols = tucker_search(*scores, m_key, m)
     row = pick_ranks(s_row, rows)
     col = pick_ranks(s_col, cols)
-    right = core_times(core.to(row.dtype).transpose(0, 1), col[:, :, None])    # (P, R, H, r, m)
-    scores = (row[:, :, None] * right).sum(3)    # (P, R, H, m)
-    return scores.transpose(2, 3), rows * n + cols
+    right = core_times(core.to(row.dtype), col)    # (H, R, r, P, m)
+    scores = (row * right).sum(2)    # (H, R, P, m)
+    return scores.permute(2, 1, 3, 0), rows * n + cols
 
 
 def core_times(core, s):
-    """sum_y core[x,y] s[y,j] for core (..., r, r), s (..., r, m) -> (..., r, m): products and sums,
-    since a matrix product of fp32 may run in TF32.
+    """sum_y core[x,y] s[y] for core (..., R, r, r), s (R, r, P, m) -> (..., R, r, P, m): products
+    and sums, since a matrix product of fp32 may run in TF32.
     """
-    return (core[..., None] * s[..., None, :, :]).sum(-2)
+    return (core[..., None, None] * s[:, None]).sum(-3)
 
 
 def pick_ranks(s, index):
-    """s (P, R, r, n), index (P, R, m) -> s[p, h, x, index[p, h, u]] (P, R, r, m)."""
-    P, R, r, _ = s.shape
-    return pick(s, index[:, :, None].expand(P, R, r, index.shape[2]))
+    """s (P, R, r, n), index (P, R, m) -> s[p, h, x, index[p, h, u]] (R, r, P, m): the ranks' scores
+    lie apart, so that what weighs them is one number for all of P and m.
+    """
+    index = index.transpose(0, 1)[:, None]    # (R, 1, P, m)
+    return pick(s.permute(1, 2, 0, 3), index.expand(-1, s.shape[2], -1, -1))
 
 
 # ================================================================ the sums
@@ -610,30 +612,66 @@ def staircase(k, n, device):
     return torch.tensor(pairs, device=device).t().contiguous()
 
 
+def top_indices(s, k):
+    """s (Q, n) -> (Q, k): s.topk(k).indices, on one thread of a CPU in a quarter of its time.
+
+    A score and its index are sorted as one int64, the score in the upper half: NumPy's sort takes
+    several of these at once and is at its best up to 256 a row. A longer row is cut into groups of
+    four: the k groups with the largest maxima hold the k largest. Of equal scores the first wins,
+    so never the padding.
+    """
+    if s.device.type != "cpu" or s.dtype != torch.float32:
+        return s.topk(k).indices
+    n = s.shape[1]
+    groups = math.ceil(n / 4)
+    if n > 256 and groups + 4 * k < n:
+        if n % 4:
+            s = F.pad(s, (0, 4 * groups - n), value=-math.inf)
+        best = top_indices(s.view(-1, 4, groups).amax(1), k)
+        index = best[:, None] + groups * torch.arange(4)[:, None]    # (Q, 4, k)
+        index = index.flatten(1)
+        return index.gather(1, top_indices(s.gather(1, index), k))
+    bits = (-s).view(torch.int32)
+    bits ^= (bits >> 31) & 0x7FFFFFFF    # ascending like the numbers, see pack
+    packed = bits.long()
+    packed <<= 32
+    packed |= torch.arange(n)
+    packed.numpy().sort(1)
+    return packed[:, :k] & 0xFFFFFFFF
+
+
 def product_key_search_torch(s_row, s_col, k):
     n = s_row.shape[1]
     dtype = acc_dtype(s_row, s_col)
-    row, i = s_row.to(dtype).topk(min(k, n))    # descending scores (P, min(k, n)) and their indices
-    col, j = s_col.to(dtype).topk(min(k, n))
+    s_row = s_row.to(dtype)
+    s_col = s_col.to(dtype)
+    i = top_indices(s_row, min(k, n))    # of descending scores
+    j = top_indices(s_col, min(k, n))
     a, b = staircase(k, n, s_row.device)
-    candidates = row.index_select(1, a) + col.index_select(1, b)    # (P, C)
-    scores, best = candidates.topk(k)    # (P, k)
-    return scores, i.gather(1, a[best]), j.gather(1, b[best])
+    row = s_row.gather(1, i).index_select(1, a)
+    col = s_col.gather(1, j).index_select(1, b)
+    candidates = row + col    # (P, C)
+    best = top_indices(candidates, k)    # (P, k)
+    return candidates.gather(1, best), i.gather(1, a[best]), j.gather(1, b[best])
 
 
 def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
+    P, R, r, n = s_row.shape
     dtype = acc_dtype(s_row)
-    s_row = s_row.to(dtype)
-    s_col = s_col.to(dtype)
-    u_score = (u.to(dtype)[..., None] * s_row).sum(2)    # (P, R, n)
-    v_score = (v.to(dtype)[..., None] * s_col).sum(2)
-    i = u_score.topk(m_key).indices    # (P, R, m_key)
-    j = v_score.topk(m_key).indices
-    row = pick_ranks(s_row, i)    # (P, R, r, m_key)
-    col = pick_ranks(s_col, j)
-    right = core_times(core_sum.to(dtype), col)
-    grid = (row[..., None] * right[..., None, :]).sum(2)    # (P, R, m_key, m_key)
-    best = grid.flatten(2).topk(m).indices    # (P, R, m) of the m_key x m_key grid
+    first = []    # the rows and the columns of stage 1
+    for vector, s in ((u, s_row), (v, s_col)):
+        s = s.permute(1, 2, 0, 3).to(dtype)    # (R, r, P, n)
+        score = (vector.to(dtype)[..., None, None] * s).sum(1)    # (R, P, n)
+        best = top_indices(score.view(R * P, n), m_key)
+        first.append(best.view(R, P, m_key).transpose(0, 1))
+    i, j = first    # (P, R, m_key)
+    row = pick_ranks(s_row, i)    # (R, r, P, m_key)
+    right = core_times(core_sum.to(dtype), pick_ranks(s_col, j))
+    grid = row[:, 0, :, :, None] * right[:, 0, :, None]    # (R, P, m_key, m_key)
+    for x in range(1, r):
+        grid.addcmul_(row[:, x, :, :, None], right[:, x, :, None])
+    best = top_indices(grid.view(R * P, m_key**2), m)
+    best = best.view(R, P, m).transpose(0, 1)
     return i.gather(2, best // m_key), j.gather(2, best % m_key)
 
 
@@ -653,45 +691,43 @@ def gather_sum_torch(table, indices, weights, blocks, n_blocks):
     device = table.device
     dtype = weights.dtype
     table, indices = touched_rows(table, indices, acc_dtype(table, weights))
-    weights = weights.to(table.dtype)
-    if blocks is None:    # one bag per query and slice
-        index = indices[:, None] * H + torch.arange(H, device=device)[:, None]    # (P, H, k)
-        weights = weights.transpose(1, 2).reshape(P * H, k)
-        y = F.embedding_bag(index.reshape(P * H, k), table.view(-1, d // H), mode="sum",
-                            per_sample_weights=weights)
+    weights = weights.to(table.dtype).movedim(2, 0)    # (H, P, k)
+    if blocks is None:
+        y = slice_sums(table, indices, None, weights)
     else:
         bag = torch.arange(P, device=device)[:, None] * n_blocks + blocks
         bag, order = bag.reshape(-1).sort(stable=True)
         start = torch.searchsorted(bag, torch.arange(P * n_blocks, device=device))
         index = indices.reshape(-1)[order]
-        y = segment_sum(table, index, start, weights.reshape(-1, H)[order])
+        y = slice_sums(table, index, start, weights.flatten(1).index_select(1, order))
     return y.view(P * n_blocks, d).to(dtype)
 
 
 def gather_dot_torch(table, indices, x, blocks, n_blocks, H):
     P, k = indices.shape
-    width = table.shape[1] // H
-    device = table.device
+    d = table.shape[1]
+    dtype = x.dtype
     table, indices = touched_rows(table, indices, acc_dtype(table, x))
-    result = torch.arange(P, device=device)[:, None] * n_blocks
+    x = x.to(table.dtype)
     if blocks is not None:
-        result = result + blocks
-    h = torch.arange(H, device=device)
-    index = (indices[..., None] * H + h).reshape(-1)    # (P*k*H,) slices of the table
-    bag = (result[..., None] * H + h).expand(P, k, H)    # and of x
-    bag = bag.reshape(-1).contiguous()
-    # The operator behind embedding_bag's own gradient for its weights: one dot product per entry,
-    # no (P*k, d) tensor.
-    x_slices = x.to(table.dtype).reshape(-1, width)
-    dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-        x_slices, table.view(-1, width), index, bag[:1], bag, 0, -1)
-    return dots.view(P, k, H).to(x.dtype)
+        blocks = blocks + torch.arange(P, device=x.device)[:, None] * n_blocks    # rows of x
+    dots = table.new_empty(P, k, H, dtype=dtype)
+    queries = max(1, 2**18 // (k * d))    # whose rows, 1 MB, stay in a CPU's cache
+    for start in range(0, P, queries):
+        part = slice(start, start + queries)
+        rows = table.index_select(0, indices[part].flatten())
+        if blocks is None:
+            rows.view(-1, k, d).mul_(x[part, None])
+        else:
+            rows *= x.index_select(0, blocks[part].flatten())
+        dots[part] = rows.view(-1, k, H, d // H).sum(3)
+    return dots
 
 
 def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
     P, k, H = weights.shape
     acc = acc_dtype(grad, weights)
-    keys = indices.reshape(-1)[order]
+    keys = indices.flatten().index_select(0, order)
     if sparse:
         rows, count = keys.unique_consecutive(return_counts=True)
     else:
@@ -701,26 +737,22 @@ def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtyp
     result = order // k * n_blocks
     if blocks is not None:
         result = result + blocks.reshape(-1)[order]
-    weights = weights.reshape(-1, H)[order].to(acc)
-    return rows, segment_sum(grad.to(acc), result, start, weights).to(dtype)
+    weights = weights.to(acc).movedim(2, 0).flatten(1)    # (H, P*k)
+    weights = weights.index_select(1, order)
+    return rows, slice_sums(grad.to(acc), result, start, weights).to(dtype)
 
 
-def segment_sum(source, index, start, weights):
-    """y[s] = sum of weights[e] * source[index[e]] over e in [start[s], start[s+1]); weights (L, H),
-    for H slices of the row.
+def slice_sums(source, index, start, weights):
+    """Sums of weights * source[index], an embedding_bag for each of the H slices of a row: no
+    tensor of all products.
 
-    source (R, d), index (L,), start (S,) -> (S, d). One embedding_bag with a bag per slice and
-    segment: no (L, d) tensor.
+    source (R, d); index (L,), weights (H, L), start (S,): sum s is of the entries from start[s] to
+    start[s+1]; or index (S, k), weights (H, S, k), start None: a sum a row. -> (S, d)
     """
-    L, H = weights.shape
-    d = source.shape[1]
-    h = torch.arange(H, device=source.device)[:, None]
-    bags = (start + L * h).view(-1)
-    index = (index * H + h).view(-1)
-    y = F.embedding_bag(index, source.reshape(-1, d // H), bags, mode="sum",
-                        per_sample_weights=weights.t().reshape(-1))    # (H*S, d/H)
-    S = start.shape[0]
-    return y.view(H, S, d // H).transpose(0, 1).reshape(S, d)
+    sums = []
+    for part, weight in zip(source.chunk(len(weights), 1), weights.contiguous()):
+        sums.append(F.embedding_bag(index, part, start, mode="sum", per_sample_weights=weight))
+    return torch.cat(sums, 1)
 
 
 # ================================================================ torch path: the head

@@ -598,6 +598,16 @@ def test_kernels_staircase_search_equals_the_full_grid_for_all_k():
             assert (pairs.diff(dim=1) != 0).all(), "a pair was picked twice"
 
 
+@parametrize("n, k", [(9, 9), (256, 32), (361, 7), (1024, 32), (4099, 20)])
+def test_kernels_top_indices_of_long_rows_are_those_of_topk(n, k):
+    s = scores_of_every_kind(n)[0].float()
+    s[0] = -math.inf
+    for scores in (s, s.double()):
+        best = kernels.top_indices(scores, k)
+        assert torch.equal(scores.gather(1, best), scores.topk(k).values)
+        assert (best.sort(1).values.diff(dim=1) > 0).all(), "a score was picked twice"
+
+
 @parametrize("n, k", [(2, 1), (5, 5), (6, 4), (3, 8)])
 @parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_product_key_topk_scores_and_gradients(backend, n, k, dtype):
