@@ -385,6 +385,28 @@ class Level(nn.Module):
         return self
 
 
+class Bank(nn.ModuleDict):
+    """W, the memories: {"l": Level} for every level with a rank. A sequence fetches the blocks on
+    the path from the root to its leaf, one a level."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        levels = zip(config.nodes, config.level_ranks, config.level_sizes)
+        for l, (nodes, rank, size) in enumerate(levels, 1):
+            if size:
+                self[str(l)] = Level(config, nodes, rank, size)
+
+    @torch.compiler.disable     # how many blocks are distinct depends on the data: a graph break
+    def forward(self, leaf, device):
+        """R(x; W) (eq. 2.2): leaf (B,) int64 -> {layer: (B, R, width)} on the device."""
+        rows = []
+        for l, level in self.items():
+            below = self.config.nodes[-1] // self.config.nodes[int(l) - 1]   # leaves under a node
+            rows.append(level(leaf // below, device))          # -1 // n is -1: generic stays so
+        return dict(zip(self.config.layers, torch.cat(rows, 2).unbind(1)))
+
+
 # ================================================================ the model
 
 class Block(nn.Module):
@@ -418,12 +440,7 @@ class Model(nn.Module):
         if not config.tied:
             self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.requires_grad_(not config.frozen)
-        self.bank = nn.ModuleDict()                            # no level where the rank is 0
-        if config.kind is not None:
-            levels = zip(config.nodes, config.level_ranks, config.level_sizes)
-            for l, (nodes, rank, size) in enumerate(levels, 1):
-                if size:
-                    self.bank[str(l)] = Level(config, nodes, rank, size)
+        self.bank = Bank(config)
 
     @torch.no_grad()
     def init_weights(self):
@@ -454,19 +471,14 @@ class Model(nn.Module):
             else:
                 init_normal(p, d ** -0.5, generator)
 
-    @torch.compiler.disable     # how many blocks are distinct depends on the data: a graph break
     def fetch(self, leaf, B):
-        """R(x; W) of B sequences (eq. 2.2): leaf (B,) int64, or one for all
-        -> {layer: (B, R, width)}, nothing for leaf=None."""
+        """What B sequences fetch, {layer: (B, R, width)}: leaf (B,) int64, or one for all, or None
+        for nothing."""
         if leaf is None or not self.bank:
             return {}
-        config, device = self.config, self.embed.weight.device
+        device = self.embed.weight.device
         leaf = torch.as_tensor(leaf, device=device).expand(B)
-        rows = []
-        for l, level in self.bank.items():
-            below = config.nodes[-1] // config.nodes[int(l) - 1]         # leaves under a node
-            rows.append(level(leaf // below, device))          # -1 // n is -1: generic stays so
-        return dict(zip(config.layers, torch.cat(rows, 2).unbind(1)))
+        return self.bank(leaf, device)
 
     def document_mask(self, idx, cache):
         """(B, 1, T, S): which of all S positions the last T may look at: those of their own

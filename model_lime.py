@@ -4,13 +4,13 @@ Representation Capacity").
 
 The idea: a Transformer's layer sees the past through the newest hidden state alone, so everything
 that later layers may need has to be squeezed through one vector. But the keys and values of all
-earlier layers lie there anyway, kept for the backward pass. LIMe lets every key/value head of layer
-l attend to a learned mixture of all heads of the layers 1 .. l. The mixture is one small matrix a
-layer, the router; it starts as the identity on the layer's own heads plus noise.
+earlier layers have been computed anyway. LIMe lets every key/value head of layer l attend to a
+learned mixture of all heads of the layers 1 .. l. The mixture is one small matrix a layer, the
+router; it starts as the identity on the layer's own heads plus noise.
 
     K_l, V_l = x W_K, x W_V                                (B, T, H_kv, d_h)             eq. 1
     K~_l[h]  = sum_l' sum_h' R_l[h, l' h'] K_l'[h']        R_l (H_kv, l*H_kv), l' <= l   eq. 2
-    V~_l[h]  = sum_l' sum_h' R_l[h, l' h'] V_l'[h']        the same weights
+    V~_l[h]  = sum_l' sum_h' R_l[h, l' h'] V_l'[h']        (the paper's R[l', h', h], as a matrix)
     Y        = softmax(Q K~^T / sqrt(d_h)) V~              RoPE on Q and K~; the cache holds K~, V~
 
        the buffer    K_1,V_1    K_2,V_2    K_3,V_3         each layer adds its own, from the normed
@@ -50,7 +50,7 @@ class Config:
     router: str = ""              # static | none | one of ROUTERS at the end, as last-4 for last-j;
                                   # "": static, or none beside a baseline
     router_init: str = "identity" # of a layer's own heads; random: like the others' (worse)
-    router_lr: float = 10.0       # learning rate of the routers, times the others' (1e-2 to 1e-3)
+    router_lr: float = 10.0       # rate of the routers, times the others' (the paper: 1e-2, 1e-3)
     router_decay: float = 0.0     # their weight decay (none in the paper)
     kv_init: float = 0.02         # std of W_K, W_V at the start; the published LIMe's: 1/sqrt(3d)
     baseline: str = ""            # denseformer | hyper: another way to reach earlier layers

@@ -6,7 +6,7 @@ The idea: attention moves *values* around, and a value is a function of the hidd
 MoVE gives every token of the vocabulary M further value vectors, kept in one bank that all layers
 share. In every layer and every head a gate computed from the hidden state mixes them with the
 ordinary value. Reading the bank is an embedding lookup, so the memory grows (M = 6, 12, 24, 48
-slots a token) while the arithmetic hardly does: it grows by H(M+1)/(12d+2T), eq. 10.
+slots a token) while the arithmetic hardly does: it grows by H(M+1)/(12d+2T), eq. 5.
 
     V     = x W_V                                        (B, T, H_kv, d_h)       eq. 1
     rows  = bank[w]                                      (B, T, M, H_kv, d_h)    eq. 2, w: token ids
@@ -53,7 +53,7 @@ class Config:
     n_kv_head: int = -1           # H_kv, key/value heads; -1: n_head (fewer: grouped queries)
     n_embd: int = 768             # d, width
     memory: str = "move"          # move | lave | none
-    memory_scale: float = 1.0     # x: M = ceil(x L/2) slots; LaVE: 1 every second layer, 2 all
+    memory_scale: float = 1.0     # M = ceil(scale * L/2) slots; LaVE: 1 every second layer, 2 all
     gate_v: int = -1              # gate g_0 on V, 0 or 1; -1: the paper's, 1 for MoVE, 0 for LaVE
     attention: str = "mha"        # mha | mla
     memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
@@ -262,7 +262,8 @@ class MoVE(nn.Module):
         return 2 * torch.sigmoid(self.W_G(x)).unflatten(-1, (self.n_kv_head, -1))    # eq. 3
 
     def forward(self, x, v, reading):
-        """x (B, T, d) the normed hidden state that W_V saw too; v (B, T, H_kv, d_h) -> V_S."""
+        """x (B, T, d) the normed hidden state that W_V saw too; v (B, T, H_kv, d_h) -> V_S:
+        gate[..., :1] * v + einsum("btmhd,bthm->bthd", bank[idx], gate[..., 1:]) at one go."""
         v_s = mix_values(v.flatten(0, 1), reading.rows, reading.inverse,
                          self.gates(x).flatten(0, 1), self.gate_v, reading.order)    # eq. 4
         return v_s.view(v.shape)

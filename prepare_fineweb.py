@@ -127,6 +127,7 @@ EXPECTED_OF_TORCH = (     # which need not be imported
 WHAT_TO_DO = {
     "ModuleNotFoundError": "pip install -r requirements.txt",
     "PermissionError": "choose a place that you may write to",
+    "FileExistsError": "choose another name",
     "MemoryError": "not enough memory: choose a smaller model or batch",
     "OutOfMemoryError": "choose a smaller batch_size",
     errno.ENOSPC: "make room on that disk, or choose another",

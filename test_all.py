@@ -167,11 +167,11 @@ def gpt2_stand_in():
 
 
 @parametrize(
-    "name, size", [("bytes", 257), ("bpe", 300), ("gpt2", 50257), ("mine", 257)])
+    "name, size", [("bytes", 257), ("bpe", 300), ("gpt2", 50257), ("own", 257)])
 def test_tokens_round_trip_and_their_bytes_add_up(name, size, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(pf, "_load_gpt2", gpt2_stand_in)
-    mine = save_tokenizer(tmp_path / "mine" / "tokenizer.json")
-    folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=mine if name == "mine" else name,
+    own = save_tokenizer(tmp_path / "own" / "tokenizer.json")
+    folder = prepare_bytes(corpus, tmp_path / "data", tokenizer=own if name == "own" else name,
                            vocab_size=300 if name == "bpe" else -1)
     tok, lengths = get_tokenizer(folder), load_token_bytes(folder)
     assert load_meta(folder)["tokenizer"] == tok.name == name

@@ -66,15 +66,15 @@ GUIDE = """# Speedruns
 Train to the mark in the least time. Each record is one change to the last: read down, a lesson.
 
 1. Fork, install, run `python train.py --model=move`: that makes the CPU track's text.
-2. Try the last record's entry with one seed: `python experiments/speedrun.py --seeds=1 ENTRY`.
+2. Try an entry, flags of train.py: `python experiments/speedrun.py --seeds=1 --max_iters=560`.
 3. Change one thing: a key (`--batch_tokens=`), or a copy's code (`cp model_move.py model_mine.py`).
 4. Find the smallest `--max_iters=` that *ends* below the mark: only whole schedules count.
 5. All may change but the text, how it is evaluated, and the keys below that are "for all".
 6. `python test_all.py -k mine` must pass: a model that looks ahead sets no record.
-7. The baseline has your train.py and kernels.py: what would speed it up goes behind a new key.
-8. Commit, close other programs, run three seeds: `--note="what changed"`, no `--seeds=1`.
+7. The baseline runs with your train.py and kernels.py: a change there is off unless a flag says so.
+8. Commit, close other programs, run three seeds and the baseline beside: `--note="what changed"`.
 9. It writes a row if the mean meets the mark, in less of the baseline's time than the last record.
-10. Send a pull request with that commit and `results/speedrun.jsonl`.
+10. Send a pull request with that commit, `results/speedrun.jsonl` and `speedrun.md`.
 
 The clock is train_seconds: loading of data is in, compiling and evaluating are out; "in all" is the
 whole process, with them. Machines are compared by the ratio to the baseline that ran beside, seed

@@ -58,7 +58,7 @@ tuned = {                       # on a CPU: the best of which_rates.py
 }
 bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
 times = {                       # a step's on a CPU, its baseline's 1: results/step_time-cpu.jsonl
-    "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 2.34, "HierMem": 1.10,
+    "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 1.77, "HierMem": 1.10,
     "MIDUS": 1.02, "HierMem post-hoc": 0.76,
 }
 models = {"MoVE": "move", "LIMe": "lime", "UltraMemV2": "ultramem", "HierMem": "hiermem"}
