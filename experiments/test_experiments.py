@@ -572,10 +572,11 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
 
     def results_of(file, scale):
         row = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS}
-        row["tokens"] = {"cpu": 10, "cpu_4M": 40}[scale]
+        row |= dict(tokens={"cpu": 10, "cpu_4M": 40}[scale], device="cpu")
         found = {}
         for name, values in bpb.items():
             row["params"] = {"total": 107 if name == "MoVE" else 100}
+            row["peak_memory_mb"] = 30 if name == "LIMe" else 20
             found[name] = {seed: dict(row, val_bpb=x) for seed, x in enumerate(values)}
         return found
 
@@ -587,9 +588,12 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
         (results / f"which_memory-{scale}.jsonl").touch()
     (results / "which_memory-cpu-cost.json").write_text(COSTS)
     which_memory.finish(results_of("", "cpu"), "cpu")
-    _, _, move, midus, *_ = (results / "which_memory-cpu-summary.md").read_text().splitlines()
+    lines = (results / "which_memory-cpu-summary.md").read_text().splitlines()
+    _, _, move, lime, _, _, midus, *_ = lines
     assert move == ("| MoVE | +7 | 1.50x | 2.00x | 0.50x | 2.0100 ± 0.0141 | +0.0450 ± 0.0071 "
                     "| holds | +0.0000 ± 0.0141 | inside noise | 2 |")
+    step = which_memory.times["LIMe"]
+    assert lime.startswith(f"| LIMe | +0 | {step:.2f}x | 1.50x | - |"), "no checkpoint to decode"
     assert midus.endswith("| +0.1000 | sign agrees (1 seed) | +0.1000 | sign agrees (1 seed) | 1 |")
     heading, _, move, *_ = (results / "which_memory-growth.md").read_text().splitlines()
     assert heading == "| gain in bits per byte | 10 | 40 |"

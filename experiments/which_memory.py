@@ -118,6 +118,11 @@ def folder_of(title, scale):
     return run.ROOT / f"out/which_memory-{scale}" / run.slug(title) / "s0"
 
 
+def has_checkpoints(title, scale):
+    names = (title, baseline[title])
+    return all((folder_of(name, scale) / "ckpt.pt").exists() for name in names)
+
+
 def step_ratio(title, scale, keys):
     """Time of a training step in units of the baseline's: the median of five measurements."""
     if "init_from" in keys:
@@ -151,18 +156,22 @@ def decode_ratio(title, scale, device):
 
 def costs(rows, scale, titles, ratios):
     """Adds to the ratios those of the titles, in units of their baselines': the time of a training
-    step and of decoding, peak memory."""
+    step, peak memory, and the time of decoding, for which both checkpoints must be here."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for title in titles:
-        result = json.loads((folder_of(title, scale) / "result.json").read_text())
-        keys = dict(rows[title][0]["overrides"], dataset=result["config"]["dataset"])
         peaks = []
         for seed, row in rows[title].items():
             peaks.append(row["peak_memory_mb"] / rows[baseline[title]][seed]["peak_memory_mb"])
         step = times.get(title) if device == "cpu" else None
-        ratios[title] = dict(step=step or step_ratio(title, scale, keys),
-                             decode=decode_ratio(title, scale, device), memory=mean(peaks))
-        print(title, ratios[title], flush=True)
+        decode = None
+        if has_checkpoints(title, scale):
+            result = json.loads((folder_of(title, scale) / "result.json").read_text())
+            keys = dict(rows[title][0]["overrides"], dataset=result["config"]["dataset"])
+            step = step or step_ratio(title, scale, keys)
+            decode = decode_ratio(title, scale, device)
+        if step:
+            ratios[title] = dict(step=step, decode=decode, memory=mean(peaks))
+            print(title, ratios[title], flush=True)
     machine = f"{rows['MoVE'][0]['device']}, {torch.get_num_threads()} threads"
     return {"machine": f"{machine}, torch {torch.__version__}", "ratios": ratios}
 
@@ -185,9 +194,10 @@ def table(rows, measured):
         base = rows[baseline[title]]
         gain, in_time = gains(rows, title)
         added = rows[title][0]["params"]["total"] - base[0]["params"]["total"]
+        decode = f"{cost['decode']:.2f}x" if cost["decode"] else "-"
         lines.append(run.line([
             title, f"{added:+,}", f"{cost['step']:.2f}x", f"{cost['memory']:.2f}x",
-            f"{cost['decode']:.2f}x", run.text([row[metric] for row in base.values()]),
+            decode, run.text([row[metric] for row in base.values()]),
             run.text(gain, "+"), run.verdict(gain), run.text(in_time, "+"), run.verdict(in_time),
             str(len(gain))]))
     lines += ["", *run.heading(["recall by mentions", *map(str, MENTIONS)])]
@@ -279,13 +289,12 @@ def finish(rows, scale):
     file = stem.with_name(f"which_memory-{scale.partition('_')[0]}-cost.json")   # at any length
     measured = json.loads(file.read_text()) if file.exists() else {"ratios": {}}
     ready = [title for title in memories if 0 in rows[title] and 0 in rows[baseline[title]]]
-    missing = [title for title in ready if title not in measured["ratios"]
-               and (folder_of(title, scale) / "ckpt.pt").exists()]
+    known = measured["ratios"]
+    missing = [title for title in ready if not known.get(title, {}).get("decode")]
     if missing:
-        measured = costs(rows, scale, missing, measured["ratios"])
+        measured = costs(rows, scale, missing, known)
         file.write_text(json.dumps(measured, indent=1))
-    measured["ratios"] = {title: cost for title, cost in measured["ratios"].items()
-                          if title in ready}
+    measured["ratios"] = {title: known[title] for title in ready if title in known}
     Path(f"{stem}-summary.md").write_text(table(rows, measured), encoding="utf-8")
     draw_gains(rows, measured, f"{stem}-gain.png")
     draw_recall(rows, measured, f"{stem}-recall.png")
