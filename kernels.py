@@ -692,8 +692,10 @@ def gather_sum_torch(table, indices, weights, blocks, n_blocks):
     dtype = weights.dtype
     table, indices = touched_rows(table, indices, acc_dtype(table, weights))
     weights = weights.to(table.dtype).movedim(2, 0)    # (H, P, k)
-    if blocks is None:
-        y = slice_sums(table, indices, None, weights)
+    if blocks is None:    # one bag per query and slice, for a row's slices lie together
+        index = indices[:, None] * H + torch.arange(H, device=device)[:, None]    # (P, H, k)
+        y = F.embedding_bag(index.view(P * H, k), table.view(-1, d // H), mode="sum",
+                            per_sample_weights=weights.transpose(0, 1).reshape(P * H, k))
     else:
         bag = torch.arange(P, device=device)[:, None] * n_blocks + blocks
         bag, order = bag.reshape(-1).sort(stable=True)
@@ -743,16 +745,16 @@ def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtyp
 
 
 def slice_sums(source, index, start, weights):
-    """Sums of weights * source[index], an embedding_bag for each of the H slices of a row: no
-    tensor of all products.
+    """y[s] = sum of weights[:, e] * source[index[e]] over e in [start[s], start[s+1]), weight h for
+    slice h of the row's H.
 
-    source (R, d); index (L,), weights (H, L), start (S,): sum s is of the entries from start[s] to
-    start[s+1]; or index (S, k), weights (H, S, k), start None: a sum a row. -> (S, d)
+    source (R, d), index (L,), start (S,), weights (H, L) -> (S, d). An embedding_bag for each
+    slice: no (L, d) tensor.
     """
     sums = []
     for part, weight in zip(source.chunk(len(weights), 1), weights.contiguous()):
         sums.append(F.embedding_bag(index, part, start, mode="sum", per_sample_weights=weight))
-    return torch.cat(sums, 1)
+    return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
 
 
 # ================================================================ torch path: the head
