@@ -694,7 +694,7 @@ def gather_sum_torch(table, indices, weights, blocks, n_blocks):
     weights = weights.to(table.dtype).movedim(2, 0)    # (H, P, k)
     if blocks is None:    # one bag per query and slice, for a row's slices lie together
         index = indices[:, None] * H + torch.arange(H, device=device)[:, None]    # (P, H, k)
-        y = F.embedding_bag(index.view(P * H, k), table.view(-1, d // H), mode="sum",
+        y = F.embedding_bag(index.reshape(P * H, k), table.view(-1, d // H), mode="sum",
                             per_sample_weights=weights.transpose(0, 1).reshape(P * H, k))
     else:
         bag = torch.arange(P, device=device)[:, None] * n_blocks + blocks
