@@ -57,7 +57,7 @@ tuned = {                       # on a CPU: the best of which_rates.py
     "HierMem post-hoc": dict(learning_rate=15e-3, memory_lr=1 / 3),
 }
 bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
-times = {                       # a step's on a CPU, its baseline's 1, by step_time.py before the runs
+times = {                       # a step of the memory on a CPU, its baseline's 1: step_time.py
     "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 1.77, "HierMem": 1.10,
     "MIDUS": 1.02, "HierMem post-hoc": 0.76,
 }
