@@ -15,7 +15,13 @@ model = "move"
 metric = "val_bpb"
 seeds = 1
 gpu = dict(gpu, max_iters=200)
-recipes = {"LIMe": 3e-3, "UltraMemV2": 4e-4, "HierMem": 5e-3, "MIDUS base": 2e-3, "MoVE": 2e-2 / 9}
+recipes = {
+    "LIMe": 3e-3,
+    "UltraMemV2": 4e-4,
+    "HierMem": 5e-3,
+    "MIDUS base": 2e-3,
+    "MoVE": 2e-2 / 9,
+}
 variants = {}
 baseline = {}
 
