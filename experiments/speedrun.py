@@ -53,7 +53,7 @@ TRACKS = {
         dict(dataset="pydocs", device="cpu", block_size=256, target_bpb=1.65, **whole),
         dict(model="move", dense=True, depth=4, optimizer="muon", batch_tokens=4096,
              max_iters=700),
-        "Chosen so that MoVE needs about five minutes on two cores, the baseline more.", threads=2),
+        "Meant for five minutes of MoVE on two cores; no whole run has confirmed it.", threads=2),
     "gpu": Track(
         "val_loss", 3.28, "prepare_fineweb.py --max_tokens=2_000_000_000", "gpt2",
         dict(dataset="fineweb_edu", device="cuda", block_size=1024, target_loss=3.28, **whole),
