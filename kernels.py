@@ -1374,6 +1374,27 @@ class RowAdamW(LazyAdam):
         return w.addcdiv_(m, v.sqrt_().add_(group["eps"]), value=-group["lr"])
 
 
+def make_optimizers(groups, betas):
+    """
+    The groups of a model's param_groups() -> an optimizer for every kind among them: "adamw",
+    "muon", "sparse" (LazyAdam), "rows" (RowAdamW). A group keeps its rate and weight decay as
+    base_lr and base_decay for the schedules.
+    """
+    kinds = {
+        "adamw": functools.partial(torch.optim.AdamW, betas=betas, fused=True),
+        "muon": functools.partial(torch.optim.Muon, momentum=0.95, nesterov=True),
+        "sparse": functools.partial(LazyAdam, betas=betas),
+        "rows": functools.partial(RowAdamW, betas=betas),
+    }
+    optimizers = []
+    for kind, optimizer in kinds.items():
+        asked = [{**group, "base_lr": group["lr"], "base_decay": group["weight_decay"]}
+                 for group in groups if group["kind"] == kind and group["params"]]
+        if asked:
+            optimizers.append(optimizer(asked))
+    return optimizers
+
+
 def clip_grads(params, max_norm):
     """Norm over dense and coalesced row-sparse gradients; scales them in place when it exceeds
     max_norm > 0. -> the norm, a tensor.

@@ -104,6 +104,15 @@ def load_module(name):
     return module
 
 
+def make_config(module, preset, depth, fields):
+    """The module's Config from a row of its PRESETS, or from the depth dial."""
+    if not preset:
+        return module.Config.from_depth(depth, **fields)
+    there = ", ".join(module.PRESETS) or "none"
+    need(preset in module.PRESETS, f"preset={preset}: {module.__name__}.py has {there}")
+    return module.Config(**{**module.PRESETS[preset], **fields})
+
+
 # ----------------------------------------------------------------------------- checkpoints
 
 def write_checkpoint(path, state):

@@ -27,33 +27,30 @@ what it lacks of them:
     Model.inspect(idx)                               {name: (tensor, axes)}, pictures        {}
     start(path, ckpt, fields), of the module         another model of a checkpoint           as is
 """
+import json
+import math
+import os
+import resource
 import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C while torch is imported: no traceback
+import sys
+import time
+from pathlib import Path
+from statistics import median
 
 from prepare_fineweb import (TokenShards, configure, find_dataset, get_tokenizer, guard, help_text,
                              load_meta, load_token_bytes, lock, naming, need, reading, run_file)
 
 if __name__ == "__main__":
     guard("train.py")
-
-import json
-import math
-import os
-import resource
-import sys
-import time
-from pathlib import Path
-from statistics import median
+    signal.signal(signal.SIGINT, signal.SIG_DFL)   # Ctrl-C while torch is imported: no traceback
 
 import torch
 import torch.distributed as dist
 
-from kernels import (LazyAdam, RowAdamW, average_sparse, clip_grads, fast_dtype, keep_coalesced,
+from kernels import (average_sparse, clip_grads, fast_dtype, keep_coalesced, make_optimizers,
                      tune_cpu)
-from sample import (assemble, generate, load_checkpoint, load_module, load_start, pick_device,
-                    write_checkpoint)
+from sample import (assemble, generate, load_checkpoint, load_module, load_start, make_config,
+                    pick_device, write_checkpoint)
 
 # ---------------------------------------------------------------- configuration
 # value on cpu | cuda where two; -1 and "" are automatic
@@ -85,8 +82,6 @@ eval_interval = -1          # steps between evaluations and checkpoints; 1/4 | 1
 eval_tokens = -1            # 16384 | 10485760: validation tokens, the same ones each time
 log_interval = 10           # steps between lines
 sample_tokens = 200         # tokens of the sample at the end; 0: none
-target_bpb = 0.0            # say at the end whether the run met it
-target_loss = 0.0           # likewise, in nats
 device = ""                 # cuda | cuda:1 | mps | cpu
 dtype = ""                  # float32 | bfloat16: autocast; "": bfloat16 where it is faster
 compile = -1                # 0 | 1: torch.compile
@@ -120,29 +115,20 @@ def automatic(value, cpu, cuda):
     return cuda if gpu else cpu
 
 
-def configured(**fields):
-    """The model's Config from the preset or the depth dial."""
-    if not preset:
-        return module.Config.from_depth(depth, **fields)
-    there = ", ".join(module.PRESETS) or "none"
-    need(preset in module.PRESETS, f"preset={preset}: model_{model}.py has {there}")
-    return module.Config(**{**module.PRESETS[preset], **fields})
-
-
 # ---------------------------------------------------------------- what was asked for
 options = [argument for argument in sys.argv[1:] if argument.startswith("-")]
 files = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 flags = sum(map(flags_of, files), []) + options
 names = [flag.removeprefix("--model=") for flag in flags if flag.startswith("--model=")]
 module = load_module([model, *names][-1])
-fields = {name: f.default for name, f in module.Config.__dataclass_fields__.items()}
+config_keys = {name: f.default for name, f in module.Config.__dataclass_fields__.items()}
 if {"-h", "--help"} & set(options):
     print(__doc__ + "\n" + help_text(Path(__file__).read_text(), defaults))
     print(f"\nfields of {module.__name__}.py's Config:")
-    print(help_text(Path(module.__file__).read_text(), fields))
+    print(help_text(Path(module.__file__).read_text(), config_keys))
     sys.exit(0)
-given, _ = configure(flags, {**fields, **defaults})
-overrides = {key: given.pop(key) for key in given.keys() - defaults.keys()}    # Config's
+given, _ = configure(flags, {**config_keys, **defaults})
+given_to_config = {key: given.pop(key) for key in given.keys() - defaults.keys()}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 recipes = module.RECIPE
@@ -187,7 +173,7 @@ ckpt = None
 if resume:                                         # the run that stopped decides
     ckpt = load_checkpoint(out, sums=True)
     saved = {**ckpt["config"], **ckpt["model_config"]}
-    for key, value in {**given, **overrides, "model": model}.items():
+    for key, value in {**given, **given_to_config, "model": model}.items():
         same = value in (-1, "", saved.get(key)) or key in defaults and key not in FIXED
         need(same, f"{key}={value}: the checkpoint has {key}={saved.get(key)}; give that, or start "
              "from scratch")
@@ -204,15 +190,15 @@ tok = token_bytes = None
 if dataset or not dry_run:
     folder = find_dataset(dataset)
     meta, dataset = load_meta(folder), str(folder)
-fields = {key: meta[key] for key in fields if key in meta and key != "vocab_size"}    # eot, say
+of_data = {key: meta[key] for key in config_keys if key in meta and key != "vocab_size"}
+for key in of_data.keys() & given_to_config.keys():    # eot or clusters, say
+    need(given_to_config[key] == of_data[key], f"{key}={given_to_config[key]}: {folder} has "
+         f"{key}={of_data[key]}")
+fields = {**of_data, **given_to_config}
 if block_size != -1:
     fields["block_size"] = block_size
-for key in fields.keys() & overrides.keys():       # what the data was made with
-    same = overrides[key] == fields[key] or key == "block_size"
-    need(same, f"{key}={overrides[key]}: {folder} has {key}={fields[key]}")
-fields |= overrides
 if dense:
-    clash = sorted(module.DENSE.keys() & overrides.keys())
+    clash = sorted(module.DENSE.keys() & given_to_config.keys())
     need(not clash, f"dense and {', '.join(clash)}: dense=True sets it; give one of them")
     fields |= module.DENSE
 torch.manual_seed(seed)                            # for blocks that start() adds to a model
@@ -221,11 +207,11 @@ if resume:
          f"{folder} holds other text than the checkpoint was trained on (data_id in its meta.json)")
     model_config = module.Config(**ckpt["model_config"])
 elif init_from == "scratch":
-    size = automatic(-1, 256, 1024)
-    model_config = configured(**{"block_size": size, "vocab_size": meta["vocab_size"], **fields})
+    fields = {"block_size": automatic(-1, 256, 1024), "vocab_size": meta["vocab_size"], **fields}
+    model_config = make_config(module, preset, depth, fields)
 else:
     if preset or "depth" in given:
-        dial = configured()
+        dial = make_config(module, preset, depth, {})
         fields = {"n_layer": dial.n_layer, "n_embd": dial.n_embd, **fields}
     with reading(init_from):
         ckpt = load_start(init_from, module, fields)
@@ -236,7 +222,9 @@ block_size = model_config.block_size
 if folder and not dry_run:
     train_data = TokenShards(folder, "train", block_size)
     val_data = TokenShards(folder, "val", block_size)
-    token_bytes = load_token_bytes(folder)
+    token_bytes = load_token_bytes(folder)         # None: not known
+    if token_bytes is not None:
+        token_bytes = torch.from_numpy(token_bytes)
     if sample_tokens or "task" in meta or (folder / "tokenizer.json").exists():
         tok = get_tokenizer(str(folder))
 
@@ -250,10 +238,10 @@ if batch_tokens == -1:                             # about so many
     batch_tokens = max(1, automatic(-1, 1024, 131072) // (block_size * world)) * block_size * world
 need(batch_tokens % (block_size * world) == 0, f"batch_tokens={batch_tokens}: must be a multiple "
      f"of block_size={block_size}, and with it of {world} processes")
-rows = batch_tokens // block_size                  # sequences of a step, of all processes
-batch_size = min(automatic(batch_size, 8, 32), rows // world)
-while rows // world % batch_size:
-    batch_size -= 1                                # the micro-batch divides a process's rows
+n_sequences = batch_tokens // block_size           # of a step, in all processes
+batch_size = min(automatic(batch_size, 8, 32), n_sequences // world)
+while n_sequences // world % batch_size:
+    batch_size -= 1                                # the micro-batch divides a process's share
 
 torch.manual_seed(seed)
 with torch.device("meta"):                         # no memory and no time yet
@@ -277,8 +265,8 @@ def show(text):
 show(f"{model_config}")
 show(f"parameters: {', '.join(f'{n:,} {name}' for name, n in counts.items())}; "
      f"{flops / 1e6:,.1f} MFLOP a token, forward and backward")
-show(f"{batch_tokens:,} tokens a step = {rows} x {block_size}, {batch_size} sequences at once; "
-     f"{max_iters} steps")
+show(f"{batch_tokens:,} tokens a step = {n_sequences} x {block_size}, {batch_size} sequences at "
+     f"once; {max_iters} steps")
 show(f"{optimizer}, learning rate {learning_rate:g}, {schedule}; data {folder}")
 show(f"{device}, {dtype} ({why})")
 if dry_run:
@@ -298,39 +286,27 @@ raw.init_weights()
 # ---------------------------------------------------------------- optimizers, resume, processes
 
 
-def param_groups():
-    """The model's groups. Without a recipe for Muon: those for AdamW, less its Linear layers but
-    the head, which are Muon's."""
-    if optimizer in recipes:
-        return raw.param_groups(optimizer, learning_rate, weight_decay)
-    matrices = {m.weight for name, m in raw.named_modules()
-                if isinstance(m, torch.nn.Linear) and name != "head"}
+def muon_for_all():
+    """For models without a recipe for Muon: their groups for AdamW, but Muon takes the Linear
+    layers, all except the head."""
+    linear = {m.weight for name, m in raw.named_modules()
+              if isinstance(m, torch.nn.Linear) and name != "head"}
     groups = []
     for group in raw.param_groups("adamw", learning_rate, weight_decay):
         if group["kind"] == "adamw" and group["schedule"]:
-            muons = [p for p in group["params"] if p in matrices]
-            groups.append({**group, "params": muons, "kind": "muon", "lr": muon_lr})
-            group["params"] = [p for p in group["params"] if p not in matrices]
+            matrices = [p for p in group["params"] if p in linear]
+            groups.append({**group, "params": matrices, "kind": "muon", "lr": muon_lr})
+            group["params"] = [p for p in group["params"] if p not in linear]
         groups.append(group)
     return groups
 
 
-optimizers, sparse = [], set()
-betas = (beta1, beta2)
-asked = [{**group, "base_lr": group["lr"], "base_decay": group["weight_decay"]}
-         for group in param_groups() if group["params"]]
-for kind in ("adamw", "muon", "sparse", "rows"):
-    groups = [group for group in asked if group["kind"] == kind]
-    if not groups:
-        continue
-    if kind == "adamw":
-        optimizers.append(torch.optim.AdamW(groups, betas=betas, fused=True))
-    elif kind == "muon":
-        optimizers.append(torch.optim.Muon(groups, momentum=0.95, nesterov=True))
-    else:                                          # row-sparse gradients
-        sparse.update(p for group in groups for p in group["params"])
-        row_wise = LazyAdam if kind == "sparse" else RowAdamW
-        optimizers.append(row_wise(groups, betas=betas))
+if optimizer in recipes:
+    groups = raw.param_groups(optimizer, learning_rate, weight_decay)
+else:
+    groups = muon_for_all()
+optimizers = make_optimizers(groups, (beta1, beta2))
+sparse = {p for group in groups if group["kind"] in ("sparse", "rows") for p in group["params"]}
 for p in sparse:
     keep_coalesced(p)
 
@@ -353,8 +329,8 @@ ckpt = None                                        # its tensors are copied
 net, parallel = raw, None
 if world > 1 and any(p.requires_grad and p not in sparse for p in raw.parameters()):
     from torch.nn.parallel import DistributedDataParallel as DDP
-    names = [name for name, p in raw.named_parameters() if p in sparse]    # average_sparse's part
-    DDP._set_params_and_buffers_to_ignore_for_model(raw, names)
+    left_out = [name for name, p in raw.named_parameters() if p in sparse]     # average_sparse
+    DDP._set_params_and_buffers_to_ignore_for_model(raw, left_out)
     net = parallel = DDP(raw, device_ids=[local_rank] if gpu else None)
 if compile:
     net = torch.compile(net)                       # after DDP, which must see the model's own names
@@ -375,10 +351,11 @@ def over_processes(tensor):
 def fetch(step):
     """This process's part of the batch of update `step`: a pure function of (seed, global row),
     whatever the split -> x, y (B, T), context"""
-    first = (skip_steps + step) * rows
-    mine = range(first + rank * rows // world, first + (rank + 1) * rows // world)
-    windows = train_data.shuffled(seed, mine)
-    context = raw.training_context(train_data.context(windows), seed, mine)
+    share = n_sequences // world
+    first = (skip_steps + step) * n_sequences + rank * share
+    rows = range(first, first + share)
+    windows = train_data.shuffled(seed, rows)
+    context = raw.training_context(train_data.context(windows), seed, rows)
     return *train_data.batch(windows), context
 
 
@@ -462,11 +439,11 @@ def evaluate():
         x, y = val_data.batch(windows)
         lengths = torch.zeros(1)
         if token_bytes is not None:
-            lengths = torch.from_numpy(token_bytes)[y.clamp(min=0)].masked_fill(y < 0, 0)
+            lengths = token_bytes[y.clamp(min=0)].masked_fill(y < 0, 0)
             y = y.masked_fill(lengths == 0, -1)
-        context = val_data.context(windows)
-        wanted = raw.training_context(context, seed, windows)      # as it is, nothing drawn
-        context = {key: context[key].to(device) for key in wanted}
+        known = val_data.context(windows)
+        wanted = raw.training_context(known, seed, windows)        # as it is, nothing drawn
+        context = {key: known[key].to(device) for key in wanted}
         with autocast:
             loss = forward(x.to(device), y.to(device), **context)[1].item()
         targets = (y >= 0).sum().item()
@@ -624,10 +601,6 @@ if master:
         (out / "result.json.tmp").write_text(json.dumps(result, indent=1))
         os.replace(out / "result.json.tmp", out / "result.json")
     draw_losses(log, out / "loss.png")
-    for key, goal in (("val_bpb", target_bpb), ("val_loss", target_loss)):
-        if goal and progress[key]:
-            met = "met" if progress[key] <= goal else "missed"
-            show(f"target {key} {goal}: {met} with {progress[key]:.4f}")
     if sample_tokens:
         begin = torch.tensor([[meta["eot"]]], device=device)
         rng = torch.Generator(device).manual_seed(seed)

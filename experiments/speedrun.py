@@ -4,8 +4,8 @@
     python experiments/speedrun.py --track=cpu --batch_tokens=8192 --note="batch of 8,192"
     python experiments/speedrun.py board                                         # the board again
 
-An entry is train.py's --key=value. Three seeds are run, by turns with the track's dense baseline,
-and judged by the end of the whole schedule. Who is not above the mark in the mean, and in less of
+An entry is train.py's --key=value. Three seeds are run, after the first one the track's dense
+baseline, and they are judged by the end of the whole schedule. Who is not above the mark in the mean, and in less of
 the baseline's time than the last record on the same data, gets a row in results/speedrun.jsonl,
 from which the board is made. A try runs no baseline. A run that was stopped begins anew, since its
 clock would have a gap; the same command skips those that have finished.
@@ -50,13 +50,13 @@ whole = dict(eval_tokens=10 ** 12, eval_interval=10 ** 9, sample_tokens=0)
 TRACKS = {
     "cpu": Track(
         "val_bpb", 1.65, "prepare_fineweb.py --source=pydocs", "bpe",
-        dict(dataset="pydocs", device="cpu", block_size=256, target_bpb=1.65, **whole),
+        dict(dataset="pydocs", device="cpu", block_size=256, **whole),
         dict(model="move", dense=True, depth=4, optimizer="muon", batch_tokens=4096,
              max_iters=700),
         "Meant for five minutes of MoVE on two cores; no whole run has confirmed it.", threads=2),
     "gpu": Track(
         "val_loss", 3.28, "prepare_fineweb.py --max_tokens=2_000_000_000", "gpt2",
-        dict(dataset="fineweb_edu", device="cuda", block_size=1024, target_loss=3.28, **whole),
+        dict(dataset="fineweb_edu", device="cuda", block_size=1024, **whole),
         dict(model="move", dense=True, depth=12, optimizer="muon", batch_tokens=131072,
              max_iters=10000), "The time to beat is 30 minutes on one GPU."),
 }
@@ -72,13 +72,13 @@ Train to the mark in the least time. Each record is one change to the last: read
 5. All may change but the text, how it is evaluated, and the keys below that are "for all".
 6. `python test_all.py -k mine` must pass: a model that looks ahead sets no record.
 7. The baseline runs with your train.py and kernels.py: a change there is off unless a flag says so.
-8. Commit, close other programs, run three seeds and the baseline beside: `--note="what changed"`.
+8. Commit, close other programs, run three seeds and the baseline: `--note="what changed"`.
 9. It writes a row if the mean meets the mark, in less of the baseline's time than the last record.
 10. Send a pull request with that commit, `results/speedrun.jsonl` and `speedrun.md`.
 
 The clock is train_seconds: loading of data is in, compiling and evaluating are out; "in all" is the
-whole process, with them. Machines are compared by the ratio to the baseline that ran beside, seed
-by seed in turn. Texts are never compared: each data_id has a board of its own.
+whole process, with them. Machines are compared by the ratio to the baseline, which runs between the
+first seed and the second. Texts are never compared: each data_id has a board of its own.
 """
 HEAD = ["date", "commit", "entry", "steps", "mean of seeds", "seconds", "in all", "of baseline",
         "machine", "what changed"]
@@ -100,25 +100,24 @@ def model_of(flags):
 
 
 def plan(opt, flags, data_id):
-    """Entry and baseline, seed by seed; a try's entry alone. Other flags, code, data or number of
-    seeds have another folder."""
+    """The entry's seeds, and the baseline after the first; a try has none. Other flags, code, data
+    or number of seeds have another folder."""
     track = TRACKS[opt["track"]]
     code = [runner.source_hash(name) for name in (model_of(flags), track.baseline["model"])]
     same = repr([flags, track, code, data_id, opt["seeds"]])
     name = hashlib.sha256(same.encode()).hexdigest()[:8]
-    sides = {"entry": flags}
+
+    def a_run(side, seed, own):
+        folder = f"{opt['out']}/speedrun-{opt['track']}/{name}/{side}/s{seed}"
+        return runner.Run(side, seed, folder, [*own, *as_flags({**track.fixed, "seed": seed})])
+
+    runs = [a_run("entry", seed, flags) for seed in range(opt["seeds"])]
     if opt["seeds"] == 3:
-        sides["baseline"] = as_flags(track.baseline)
-    runs = []
-    for seed in range(opt["seeds"]):
-        for side, own in sides.items():
-            folder = f"{opt['out']}/speedrun-{opt['track']}/{name}/{side}/s{seed}"
-            fixed = as_flags({**track.fixed, "seed": seed})
-            runs.append(runner.Run(side, seed, folder, [*own, *fixed]))
+        runs.insert(1, a_run("baseline", 0, as_flags(track.baseline)))
     return runs
 
 
-def run_by_turns(runs, metric):
+def run_in_order(runs, metric):
     for run in runs:
         if not run.result():                                    # from the start
             (ROOT / run.folder / "ckpt.pt").unlink(missing_ok=True)
@@ -138,7 +137,7 @@ def row_of(opt, flags, runs):
     metric = TRACKS[opt["track"]].metric
     entries = [run for run in runs if run.name == "entry"]
     results = [run.result() for run in entries]
-    beside = [run.result() for run in runs if run.name == "baseline"]
+    baseline = next((run.result() for run in runs if run.name == "baseline"), None)
     last = results[-1]
     changed = any(result["source_hash"] != last["source_hash"] for result in results)
     need(not changed, f"the code changed while it ran: remove {entries[0].folder} and run it again")
@@ -150,13 +149,13 @@ def row_of(opt, flags, runs):
             "values": [result[metric] for result in results],
             "seconds": [result["train_seconds"] for result in results],
             "in_all": [seconds_in_all(run) for run in entries],
-            "baseline_values": [result[metric] for result in beside],
-            "baseline_seconds": [result["train_seconds"] for result in beside]}
+            "baseline_value": baseline and baseline[metric],
+            "baseline_seconds": baseline and baseline["train_seconds"]}
 
 
-def ratios(row):
-    """The entry's time in units of the baseline's, seed by seed."""
-    return [a / b for a, b in zip(row["seconds"], row["baseline_seconds"])]
+def ratio(row):
+    """The mean time of the entry's seeds in units of the baseline's."""
+    return mean(row["seconds"]) / row["baseline_seconds"]
 
 
 def read_rows():
@@ -176,9 +175,9 @@ def verdict(row, rows):
         return False, f"missed the mark {track.mark}"
     if len(row["values"]) < 3:
         return False, f"met the mark {track.mark}: a try, three seeds make a row"
-    rivals = [mean(ratios(old)) for old in rows
+    rivals = [ratio(old) for old in rows
               if (old["track"], old["data_id"]) == (row["track"], row["data_id"])]
-    if rivals and mean(ratios(row)) >= min(rivals):
+    if rivals and ratio(row) >= min(rivals):
         return False, f"met the mark {track.mark}, but the record is {min(rivals):.3f}"
     return True, f"met the mark {track.mark}: a record"
 
@@ -189,7 +188,7 @@ def board_line(row):
     return runner.line([
         row["date"], row["commit"], f"`{shlex.join(row['flags'])}`", f"{row['steps']:,}",
         runner.text(row["values"]), f"{mean(row['seconds']):.0f}", f"{mean(row['in_all']):.0f}",
-        f"{mean(ratios(row)):.3f}", f"{row['machine']}, {row['dtype']}, {row['threads']} threads",
+        f"{ratio(row):.3f}", f"{row['machine']}, {row['dtype']}, {row['threads']} threads",
         row["note"]])
 
 
@@ -205,8 +204,8 @@ def board(rows):
         mine = [row for row in rows if row["track"] == name]
         for data_id in dict.fromkeys(row["data_id"] for row in mine):
             records = [row for row in mine if row["data_id"] == data_id]
-            beside = sum([row["baseline_seconds"] for row in records], [])
-            values = sum([row["baseline_values"] for row in records], [])
+            beside = [row["baseline_seconds"] for row in records]
+            values = [row["baseline_value"] for row in records]
             lines += [f"Data {data_id}; the baseline beside these: {runner.text(values)} after "
                       f"{min(beside):.0f} to {max(beside):.0f} seconds.", "",
                       *runner.heading(HEAD), *map(board_line, records), ""]
@@ -248,13 +247,13 @@ def main(argv):
         runs = plan(opt, flags, checked(opt, flags))
         if TRACKS[opt["track"]].threads:
             os.environ["OMP_NUM_THREADS"] = str(TRACKS[opt["track"]].threads)
-        run_by_turns(runs, TRACKS[opt["track"]].metric)
+        run_in_order(runs, TRACKS[opt["track"]].metric)
         row = row_of(opt, flags, runs)
         record, why = verdict(row, rows)
         print(f"{runner.text(row['values'])} after {mean(row['seconds']):.0f} s: {why}")
-        if ratios(row):
-            print(f"{runner.text(ratios(row))} of the time of the baseline, which ends at "
-                  f"{runner.text(row['baseline_values'])}")
+        if row["baseline_seconds"]:
+            print(f"{ratio(row):.3f} of the time of the baseline, which ends at "
+                  f"{row['baseline_value']:.4f}")
         if not record:
             return
         rows.append(row)

@@ -195,8 +195,6 @@ CASES = r"""
 -  --warmup=1.5  warmup=1.5: must be from 0 to 1
 -  --warmup=-1  warmup=-1.0: must be from 0 to 1
 -  --warmdown=2  warmdown=2.0: must be from 0 to 1
--  --target_bpb=-1  target_bpb=-1.0: must be from 0
--  --target_loss=-1  target_loss=-1.0: must be from 0
 -  --sample_tokens=-5  sample_tokens=-5: must be from 0
 -  --skip_steps=-1  skip_steps=-1: must be from 0
 -  --seed=-1  seed=-1: must be from 0
@@ -230,7 +228,7 @@ CASES = r"""
 -  --out_dir=/proc/nanomem  /proc/nanomem
 -  --out_dir=/proc/1/x  /proc/1
 -  --out_dir=/dev/null  /dev/null
--  --target_bpb=none  --target_bpb wants a finite number
+-  --min_lr=none  --min_lr wants a finite number
 -  --dry_run=maybe  --dry_run wants True or False
 conf.py = b"max_iters = 2\nlearning_rate = = 3\n"  conf.py  invalid syntax (conf.py, line 2)
 conf.py = b"max_iters = 2\n\nmin_lr = rate\n"  conf.py  conf.py, line 3: NameError: name 'rate'
