@@ -521,7 +521,7 @@ def test_tables_on_a_cpu_are_long_enough():
         scale = "cpu_16M" if path.stem == "which_memory" else "cpu"
         exp = runner.load_experiment(path, scale)
         rates = 1.9e6 if "rates" in path.stem else 8e6
-        least = dict(which_rates=0.9e6, bfloat16=1.9e6).get(path.stem, rates)
+        least = dict(which_rates=0.9e6, mine=0.9e6, bfloat16=1.9e6).get(path.stem, rates)
         for name in exp.variants:
             chosen = runner.settings(exp, scale, name)
             tokens = chosen["max_iters"] * chosen["batch_tokens"]
@@ -600,6 +600,25 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     assert move == "| MoVE | +0.0450 ± 0.0071 | +0.0450 ± 0.0071 |"
     for picture in ("cpu-gain", "cpu-recall", "growth"):
         assert (results / f"which_memory-{picture}.png").exists()
+
+
+def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
+    """Below MoVE, which gains 0.02, and above LIMe, which has no baseline yet."""
+    from experiments import mine
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    (tmp_path / "experiments/results").mkdir(parents=True)
+    own = {"mine dense": (2.0, 10), "mine": (1.99, 15)}
+    for baseline in (mine.baseline, mine.study.baseline):
+        monkeypatch.setitem(baseline, "mine", "mine dense")
+    rows = {name: {} for name in mine.variants}
+    for name, (bpb, ms) in {**own, "MoVE dense": (2.1, 10), "MoVE": (2.08, 11)}.items():
+        rows[name] = {0: dict(val_bpb=bpb, step_ms=ms)}
+    rows["LIMe"] = {0: dict(val_bpb=1.0, step_ms=1)}
+    mine.finish(rows, "cpu")
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].split() == ["1", "+0.0200", "1.10x", "MoVE"]
+    assert said[2].split() == ["2", "+0.0100", "1.50x", "mine"]
+    assert (tmp_path / "experiments/results/mine-cpu-gain.png").exists()
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ baseline over the same text. "longer" is a baseline that has as much time as its
 more steps (`times`), over the same text again. Scale cpu has 1M tokens, cpu_4M and cpu_16M have
 more. All train their matrices with Muon, at which_rates.py's rates, and MoVE by its recipe.
 
-A model of your own, model_mine.py, has a row, too: `python train.py experiments/which_memory.py
---only=mine --seeds=1` runs it and its baseline. The costs are measured after the runs, on the same
-machine, which has to be quiet; the tables and pictures of all lengths come last.
+A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
+that every machine has by mine.py. The costs are measured after the runs, on the same machine, which
+has to be quiet; the tables and pictures of all lengths come last.
 """
 import json
 import re
@@ -180,9 +180,10 @@ def gains(rows, title):
     """The gain of each seed in bits per byte, at equal tokens and at equal time."""
     base = baseline[title]
     gain = run.differences(metric, rows, base, title)
-    if title not in times:
+    in_time = f"{base} longer"
+    if in_time not in rows:
         return gain, []
-    return gain, run.differences(metric, rows, f"{base} longer", title)
+    return gain, run.differences(metric, rows, in_time, title)
 
 
 def table(rows, measured):
