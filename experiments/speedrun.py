@@ -66,7 +66,8 @@ GUIDE = """# Speedruns
 Train to the mark in the least time. Each record is one change to the last: read down, a lesson.
 
 1. Fork, install, run `python train.py --model=move`: that makes the CPU track's text.
-2. Try an entry, flags of train.py: `python experiments/speedrun.py --seeds=1 --max_iters=280`.
+2. Try an entry, flags of train.py:
+   `python experiments/speedrun.py --seeds=1 --batch_tokens=4096 --max_iters=280`.
 3. Change one thing: a key (`--batch_tokens=`), or a copy's code (`cp model_move.py model_mine.py`).
 4. Find the smallest `--max_iters=` that *ends* below the mark: only whole schedules count.
 5. All may change but the text, how it is evaluated, and the keys below that are "for all".
