@@ -41,6 +41,7 @@ import random
 import re
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -429,6 +430,11 @@ def own_generator(name, p):
     return torch.Generator(p.device).manual_seed(seed)
 
 
+@cache
+def say_once(text):
+    print(text, flush=True)
+
+
 class Model(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -529,7 +535,10 @@ class Model(nn.Module):
         probability 1/(k_1 + 1), drawn from (seed, row) so that it depends on nothing else, or the
         path of their leaf (section 4)."""
         if "leaf" not in context:
-            return {}                                          # data without a tree: generic
+            if self.bank:
+                say_once("this text has no tree of topics (--clusters of prepare_fineweb.py makes "
+                         "one): only the generic memory is trained")
+            return {}
         share = self.config.generic
         if share == -1:
             share = 1 / (self.config.factors[0] + 1)

@@ -203,97 +203,6 @@ def find_tokenizer(path, data):
                       "has none: copy it beside the checkpoint")
 
 
-# ----------------------------------------------------------------------------- Hugging Face
-
-HUGGING_FACE = {       # their names of a Llama's or Qwen2's tensors -> ours
-    "model.embed_tokens": "embed", "model.layers": "blocks", "model.norm": "norm",
-    "lm_head": "head", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
-    "self_attn.q_proj": "attn.W_Q", "self_attn.k_proj": "attn.W_K", "self_attn.v_proj": "attn.W_V",
-    "self_attn.o_proj": "attn.W_O", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down"}
-SUPPORTED = dict(       # what the models here compute, of a config.json's fields; absent: the first
-    model_type=("llama", "qwen2"), hidden_act=("silu",), rope_type=("default", "llama3"),
-    partial_rotary_factor=(1,), attention_bias=(False,), mlp_bias=(False,),
-    use_sliding_window=(False,), quantization_config=(None,))
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def load_hugging_face(path, module) -> dict:
-    """A folder of a Llama or Qwen2 -> {"model_config", "model"} of module's dense model."""
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError:
-        message = f"{path} is a Hugging Face folder: pip install transformers safetensors"
-        raise ConfigError(message) from None
-    logging.set_verbosity(logging.CRITICAL)     # what it only warns about is refused here
-    logging.disable_progress_bar()
-    with reading(f"{path}/config.json", "cannot be read"):
-        theirs = AutoConfig.from_pretrained(path, local_files_only=True)
-    fields = fields_of_hugging_face(path, theirs, module)
-    check_safetensors(path)
-    with reading(path, "cannot be loaded"):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, config=theirs, dtype=torch.float32, use_safetensors=True, local_files_only=True,
-            output_loading_info=True, ignore_mismatched_sizes=True)
-    for kind in ("missing", "unexpected", "mismatched"):
-        names = sorted(map(str, info[f"{kind}_keys"]))
-        need(not names, f"{path}: {len(names)} {kind} tensors, beside its config.json: {names[:1]}")
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and fields["tied"]:
-            continue                # the embedding's
-        for their_part, our_part in HUGGING_FACE.items():
-            name = name.replace(their_part, our_part)
-        tensors[name] = tensor
-    config = module.Config(**fields)
-    return {"model_config": dict(vars(config)), "model": tensors}
-
-
-def fields_of_hugging_face(path, theirs, module):
-    """Their config -> the fields of module's Config; ConfigError for what it does not compute."""
-    rope = getattr(theirs, "rope_parameters", None) or {}
-    given = theirs.to_dict() | rope
-    for name, choices in SUPPORTED.items():
-        value = given.get(name, choices[0])
-        need(value in choices,
-             f"{path}/config.json: {name}={value!r} is not supported, only {choices}")
-    width, n_head = theirs.hidden_size, theirs.num_attention_heads
-    d_h = getattr(theirs, "head_dim", None) or width // n_head
-    need(d_h * n_head == width and d_h % 2 == 0, f"{path}/config.json: head_dim={d_h} with "
-         f"hidden_size={width} and {n_head} heads is not supported: it must be even, and "
-         "hidden_size its product with the heads")
-    fields = dict(
-        n_layer=theirs.num_hidden_layers, n_head=n_head, n_kv_head=theirs.num_key_value_heads,
-        n_embd=width, n_inner=theirs.intermediate_size, vocab_size=theirs.vocab_size,
-        block_size=min(2048, theirs.max_position_embeddings), tied=theirs.tie_word_embeddings,
-        norm_eps=theirs.rms_norm_eps, rope_base=float(rope["rope_theta"]), rope_scaling="",
-        qkv_bias=theirs.model_type == "qwen2", qk_norm=False, **module.DENSE)
-    if rope.get("rope_type") == "llama3":
-        fields["rope_scaling"] = ":".join(f"{rope[part]:.12g}" for part in LLAMA3)
-    known = module.Config.__dataclass_fields__
-    for name in fields.keys() - known.keys():
-        need(fields[name] in (False, ""), f"{path}: {module.__name__}.py has no {name}, which this "
-             f"model needs ({name}={fields[name]})")
-    return {name: value for name, value in fields.items() if name in known}
-
-
-def check_safetensors(path):
-    """What transformers would accept without a word: a file of another folder, integer weights."""
-    from safetensors import safe_open
-    index, files = path / "model.safetensors.index.json", ["model.safetensors"]
-    if index.exists():
-        with reading(index, "cannot be read"):
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    for file in files:
-        need(Path(str(file)).name == file, f"{index} names {file}, which is outside of its folder")
-        with reading(path / file, "cannot be read, it is missing, cut short or of another kind"):
-            with safe_open(path / file, "pt") as tensors:
-                kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}
-        wrong = sorted(kinds - {"F64", "F32", "F16", "BF16"})
-        need(not wrong, f"{path / file} holds {', '.join(wrong)}: quantized weights are refused")
-
-
 # ----------------------------------------------------------------------------- generating
 
 def pick_device(name):
@@ -479,6 +388,97 @@ def inspect_prompt(model, tok, text, words, folder):
         panels = [(f"{name}, {word or 'last word'}", grid, palette)
                   for word, grid in zip(seen, grids)]
         draw(folder / f"inspect_{name}.png", [panels], axes, gate_v)
+
+
+# ----------------------------------------------------------------------------- Hugging Face
+
+HUGGING_FACE = {       # their names of a Llama's or Qwen2's tensors -> ours
+    "model.embed_tokens": "embed", "model.layers": "blocks", "model.norm": "norm",
+    "lm_head": "head", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_proj": "attn.W_Q", "self_attn.k_proj": "attn.W_K", "self_attn.v_proj": "attn.W_V",
+    "self_attn.o_proj": "attn.W_O", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down"}
+SUPPORTED = dict(       # what the models here compute, of a config.json's fields; absent: the first
+    model_type=("llama", "qwen2"), hidden_act=("silu",), rope_type=("default", "llama3"),
+    partial_rotary_factor=(1,), attention_bias=(False,), mlp_bias=(False,),
+    use_sliding_window=(False,), quantization_config=(None,))
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def load_hugging_face(path, module) -> dict:
+    """A folder of a Llama or Qwen2 -> {"model_config", "model"} of module's dense model."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError:
+        message = f"{path} is a Hugging Face folder: pip install transformers safetensors"
+        raise ConfigError(message) from None
+    logging.set_verbosity(logging.CRITICAL)     # what it only warns about is refused here
+    logging.disable_progress_bar()
+    with reading(f"{path}/config.json", "cannot be read"):
+        theirs = AutoConfig.from_pretrained(path, local_files_only=True)
+    fields = fields_of_hugging_face(path, theirs, module)
+    check_safetensors(path)
+    with reading(path, "cannot be loaded"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=theirs, dtype=torch.float32, use_safetensors=True, local_files_only=True,
+            output_loading_info=True, ignore_mismatched_sizes=True)
+    for kind in ("missing", "unexpected", "mismatched"):
+        names = sorted(map(str, info[f"{kind}_keys"]))
+        need(not names, f"{path}: {len(names)} {kind} tensors, beside its config.json: {names[:1]}")
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and fields["tied"]:
+            continue                # the embedding's
+        for their_part, our_part in HUGGING_FACE.items():
+            name = name.replace(their_part, our_part)
+        tensors[name] = tensor
+    config = module.Config(**fields)
+    return {"model_config": dict(vars(config)), "model": tensors}
+
+
+def fields_of_hugging_face(path, theirs, module):
+    """Their config -> the fields of module's Config; ConfigError for what it does not compute."""
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    given = theirs.to_dict() | rope
+    for name, choices in SUPPORTED.items():
+        value = given.get(name, choices[0])
+        need(value in choices,
+             f"{path}/config.json: {name}={value!r} is not supported, only {choices}")
+    width, n_head = theirs.hidden_size, theirs.num_attention_heads
+    d_h = getattr(theirs, "head_dim", None) or width // n_head
+    need(d_h * n_head == width and d_h % 2 == 0, f"{path}/config.json: head_dim={d_h} with "
+         f"hidden_size={width} and {n_head} heads is not supported: it must be even, and "
+         "hidden_size its product with the heads")
+    fields = dict(
+        n_layer=theirs.num_hidden_layers, n_head=n_head, n_kv_head=theirs.num_key_value_heads,
+        n_embd=width, n_inner=theirs.intermediate_size, vocab_size=theirs.vocab_size,
+        block_size=min(2048, theirs.max_position_embeddings), tied=theirs.tie_word_embeddings,
+        norm_eps=theirs.rms_norm_eps, rope_base=float(rope["rope_theta"]), rope_scaling="",
+        qkv_bias=theirs.model_type == "qwen2", qk_norm=False, **module.DENSE)
+    if rope.get("rope_type") == "llama3":
+        fields["rope_scaling"] = ":".join(f"{rope[part]:.12g}" for part in LLAMA3)
+    known = module.Config.__dataclass_fields__
+    for name in fields.keys() - known.keys():
+        need(fields[name] in (False, ""), f"{path}: {module.__name__}.py has no {name}, which this "
+             f"model needs ({name}={fields[name]})")
+    return {name: value for name, value in fields.items() if name in known}
+
+
+def check_safetensors(path):
+    """What transformers would accept without a word: a file of another folder, integer weights."""
+    from safetensors import safe_open
+    index, files = path / "model.safetensors.index.json", ["model.safetensors"]
+    if index.exists():
+        with reading(index, "cannot be read"):
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    for file in files:
+        need(Path(str(file)).name == file, f"{index} names {file}, which is outside of its folder")
+        with reading(path / file, "cannot be read, it is missing, cut short or of another kind"):
+            with safe_open(path / file, "pt") as tensors:
+                kinds = {tensors.get_slice(name).get_dtype() for name in tensors.keys()}
+        wrong = sorted(kinds - {"F64", "F32", "F16", "BF16"})
+        need(not wrong, f"{path / file} holds {', '.join(wrong)}: quantized weights are refused")
 
 
 # ----------------------------------------------------------------------------- the command

@@ -3081,7 +3081,13 @@ def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
     assert everything[100:200] == drawn(rows=range(100, 200))
     assert everything != drawn(seed=8)
     assert not any(drawn(generic=0.0)) and all(drawn(generic=1.0))
-    assert make("hiermem").training_context({}, 7, range(4)) == {}, "without a tree: generic"
+
+
+def test_hiermem_says_once_that_a_text_has_no_tree(capsys):
+    model_hiermem.say_once.cache_clear()
+    for memory in ("ffn", "none", "ffn"):
+        assert make("hiermem", **TREE, memory=memory).training_context({}, 7, range(4)) == {}
+    assert capsys.readouterr().out.count("has no tree of topics") == 1
 
 
 def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs):
