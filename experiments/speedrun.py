@@ -49,7 +49,7 @@ class Track:
 whole = dict(eval_tokens=10 ** 12, eval_interval=10 ** 9, sample_tokens=0)
 TRACKS = {
     "cpu": Track(
-        "val_bpb", 1.8, "prepare_fineweb.py --source=pydocs", "bpe",
+        "val_bpb", 1.83, "prepare_fineweb.py --source=pydocs", "bpe",
         dict(dataset="pydocs", device="cpu", block_size=256, **whole),
         dict(model="move", dense=True, depth=4, optimizer="muon", batch_tokens=4096,
              max_iters=480),
