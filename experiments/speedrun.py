@@ -5,10 +5,10 @@
     python experiments/speedrun.py board                                         # the board again
 
 An entry is train.py's --key=value. Three seeds are run, after the first one the track's dense
-baseline, and they are judged by the end of the whole schedule. Who is not above the mark in the mean, and in less of
-the baseline's time than the last record on the same data, gets a row in results/speedrun.jsonl,
-from which the board is made. A try runs no baseline. A run that was stopped begins anew, since its
-clock would have a gap; the same command skips those that have finished.
+baseline, and they are judged by the end of the whole schedule. Who is not above the mark in the
+mean, and in less of the baseline's time than the last record on the same data, gets a row in
+results/speedrun.jsonl, from which the board is made. A try runs no baseline. A run that was stopped
+begins anew, since its clock would have a gap; the same command skips those that have finished.
 """
 import hashlib
 import json

@@ -22,10 +22,11 @@ called Tobarek is made of wool."). Evaluations give recall_N, the share of the t
 times of which the model finds the right one among its domain's 8 materials likeliest, after a
 sentence form of the text; new_N, after a form that is not in it. Guessing gets 1/8.
 
-Domains splits text in two, for going on with another domain: records {"text", "source"} whose
-source begins with the prefix are the new domain, in OUT, all others the old one, in OUT_old. Both
-have a tokenizer trained on the old one. Evaluations on OUT also give retention_loss and
-retention_bpb, those of the old domain's first 131,072 held-out tokens.
+Domains splits text for going on with another domain: records {"text", "source"} whose source begins
+with the prefix (or one of several, by commas) are the new domain, in OUT, those of --unseen= a
+third one, in OUT_unseen, all others the old one, in OUT_old. All have a tokenizer trained on the
+old one. Evaluations on OUT and OUT_old also give retention_loss and retention_bpb, unseen_loss and
+unseen_bpb, those of the first 131,072 held-out tokens of the old domain and of the third.
 
 The records of a task lie in OUT_records/, a JSON object a line.
 """
@@ -66,6 +67,7 @@ text_chars = 4_000_000        # facts: characters of training text among which t
 per_bucket = 48               # facts: things for each number of mentions, a multiple of 16
 clusters = ""                 # facts: 8,8: a tree of topics over everything, for model_hiermem.py
 prefix = ""                   # domains: of the `source` of the new domain's records
+unseen = ""                   # domains: of the third domain's; empty: there is none
 vocab_size = 4096             # facts, domains: tokens of the bpe trained on them
 out_dir = ""                  # accuracy: a run's folder, or a ckpt.pt
 dataset = ""                  # accuracy: data folder; empty: the checkpoint's own
@@ -506,28 +508,42 @@ def recall(model, folder, leaf="", batch_size=64):
 
 # ---------------------------------------------------------------- domains
 
-def old_domain(folder):
+def beside(folder, name):
     folder = Path(folder).resolve()
-    return folder.with_name(folder.name + "_old")
+    return folder.with_name(f"{folder.name}_{name}")
 
 
 def domains(c, folder):
-    """Records of the new domain into folder -> settings for prepare(); the old domain's data
-    folder is made here."""
-    old = {"train": [], "val": []}
-    new = {"train": [], "val": []}
+    """Records of the new domain into folder -> settings for prepare(); the data folders of the old
+    domain and the third are made here."""
+    prefixes = {"new": tuple(c.prefix.split(","))}
+    if c.unseen:
+        prefixes["unseen"] = tuple(c.unseen.split(","))
+    records = {name: {"train": [], "val": []} for name in ("old", *prefixes)}
     for split, text, source in read_texts(source=c.source, topic_field="source"):
-        domain = new if source.startswith(c.prefix) else old
-        domain[split].append({"text": text, "source": source})
-    for name, splits in (("old", old), ("new", new)):
+        found = [name for name, starts in prefixes.items() if source.startswith(starts)]
+        need(len(found) < 2, f"source {source} is of --prefix= and of --unseen=")
+        records[found[0] if found else "old"][split].append({"text": text, "source": source})
+    for name, splits in records.items():
         need(all(splits.values()), f"prefix={c.prefix}: the {name} domain has too few records in "
              f"{c.source} to train on some and hold out others")
-    target = old_domain(c.out or "data/domains")
-    records = target.with_name(target.name + "_records")
-    save_records(records, old)
-    save_records(folder, new)
-    prepare(source=records, out=target, overwrite=True, tokenizer="bpe", vocab_size=c.vocab_size)
-    return dict(tokenizer=target / "tokenizer.json")
+    save_records(folder, records.pop("new"))
+    settings = dict(tokenizer="bpe", vocab_size=c.vocab_size)
+    for name, splits in records.items():                        # the old one first
+        target = beside(c.out or "data/domains", name)
+        save_records(beside(target, "records"), splits)
+        prepare(source=beside(target, "records"), out=target, overwrite=True, **settings)
+        if name == "old":
+            settings = dict(tokenizer=target / "tokenizer.json")
+    return settings
+
+
+def domain_folders(c, folder):
+    """What evaluations measure: {column: name of the folder beside this one}"""
+    names = {"retention": beside(folder, "old").name}
+    if c.unseen:
+        names["unseen"] = beside(folder, "unseen").name
+    return names
 
 
 @torch.no_grad()
@@ -546,18 +562,21 @@ def batched_loss(model, x, y, batch_size=16, **context):
     return nats / int((y >= 0).sum())
 
 
-def retention(model, data):
-    """{"retention_loss" (nats), "retention_bpb"} of the old domain's first held-out tokens; tokens
-    without bytes are left out, as in train.py."""
-    folder = old_domain(data.paths[0].parent)
-    old = TokenShards(folder, "val", data.block_size)
-    token_bytes = torch.from_numpy(prepare_fineweb.load_token_bytes(folder))
-    x, y = old.batch(range(min(131072 // old.block_size, old.n_windows)))
-    size = int(token_bytes[y].sum())
-    y = y.masked_fill(token_bytes[y] == 0, -1)
-    loss = batched_loss(model, x, y)
-    nats = loss * int((y >= 0).sum())
-    return {"retention_loss": loss, "retention_bpb": nats / math.log(2) / size}
+def losses_beside(model, data):
+    """{"retention_loss" (nats), "retention_bpb", ...} of the other domains' first held-out tokens;
+    tokens without bytes are left out, as in train.py."""
+    found = {}
+    for column, name in data.meta["task"]["folders"].items():
+        folder = data.paths[0].parent.resolve().with_name(name)
+        other = TokenShards(folder, "val", data.block_size)
+        token_bytes = torch.from_numpy(prepare_fineweb.load_token_bytes(folder))
+        x, y = other.batch(range(min(131072 // other.block_size, other.n_windows)))
+        size = int(token_bytes[y].sum())
+        y = y.masked_fill(token_bytes[y] == 0, -1)
+        loss = batched_loss(model, x, y)
+        nats = loss * int((y >= 0).sum())
+        found |= {f"{column}_loss": loss, f"{column}_bpb": nats / math.log(2) / size}
+    return found
 
 
 # ---------------------------------------------------------------- the data folder
@@ -597,11 +616,18 @@ def write_task(name, c):
     prepare(source=records, out=folder, overwrite=True, **TASKS[name](c, records))
     if name == "facts":
         write_questions(c, folder)
+    task = {"name": name, **vars(c)}
+    if name != "domains":
+        return add_to_meta(folder, task=task)
+    task["folders"] = domain_folders(c, folder)
+    old = beside(folder, "old")
+    add_to_meta(folder, task=task, tokenizer=load_meta(old)["tokenizer"])   # called alike: the same
+    add_to_meta(old, task=task)
+
+
+def add_to_meta(folder, **keys):
     meta = json.loads((folder / "meta.json").read_text())
-    meta["task"] = {"name": name, **vars(c)}
-    if name == "domains":                                       # called alike: it is the same
-        meta["tokenizer"] = load_meta(old_domain(folder))["tokenizer"]
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    (folder / "meta.json").write_text(json.dumps({**meta, **keys}, indent=1))
 
 
 # ---------------------------------------------------------------- accuracy
@@ -631,13 +657,13 @@ def result(text):
 
 def accuracy(model, data, tok, batch_size=256):
     """The samples of a task, TokenShards, answered greedily -> {"accuracy": share that is right,
-    "accuracy_6": of those with 6 operands, ...}; of facts recall(), of domains retention()."""
+    "accuracy_6": of those with 6 operands, ...}; of facts recall(), of domains losses_beside()."""
     name = data.meta["task"].get("name")
     need(name in TASKS, f"task={name} of meta.json: choose {', '.join(TASKS)}")
     if name == "facts":
         return recall(model, data.paths[0].parent)
     if name == "domains":
-        return retention(model, data)
+        return losses_beside(model, data)
     prompts = []
     answers = []
     for x, y in zip(*data.batch(range(data.n_windows))):        # x: eot prompt answer eot eot ...

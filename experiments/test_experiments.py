@@ -811,12 +811,13 @@ def test_prosqa_holds_out_the_published_questions(tmp_path):
         assert found["accuracy"] == found[f"accuracy_{len(samples[0]['steps'])}"] == right
 
 
-WORDS = {"shop": "bread milk apple price coin scale", "sea/a": "harbour sail mast wave anchor"}
+WORDS = {"shop": "bread milk apple price coin scale", "sea/a": "harbour sail mast wave anchor",
+         "wood": "oak birch resin moss fern"}
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """Two domains of different words."""
+    """Three domains of different words."""
     folder = tmp_path_factory.mktemp("texts")
     rng = random.Random(0)
     for split, n in (("train", 40), ("val", 16)):
@@ -829,13 +830,18 @@ def texts(tmp_path_factory):
     return folder
 
 
-def test_domains_are_two_folders_and_evaluations_give_both_losses(texts, tmp_path, capsys):
+def records_of(folder):
+    return read_jsonl(folder.with_name(f"{folder.name}_records") / "train.jsonl")
+
+
+def test_domains_are_three_folders_and_evaluations_give_all_losses(texts, tmp_path, capsys):
     folder, records = task_folder(tmp_path, "domains", f"--source={texts}", "--vocab_size=300",
-                                  "--prefix=sea/")
+                                  "--prefix=lake/,sea/", "--unseen=wood")
     old = folder.with_name("data_old")
+    unseen = folder.with_name("data_unseen")
     assert [len(rows) for rows in records.values()] == [40, 16]
-    old_records = read_jsonl(tmp_path / "data_old_records/train.jsonl")
-    for source, rows in (("sea/a", records["train"]), ("shop", old_records)):
+    for source, rows in (("sea/a", records["train"]), ("shop", records_of(old)),
+                         ("wood", records_of(unseen))):
         assert {row["source"] for row in rows} == {source}
     assert load_meta(folder)["tokenizer"] == load_meta(old)["tokenizer"]
     tok = get_tokenizer(str(folder))
@@ -852,6 +858,17 @@ def test_domains_are_two_folders_and_evaluations_give_both_losses(texts, tmp_pat
     for key in ("loss", "bpb"):                                # of other batches: but for rounding
         assert first[f"retention_{key}"] == approx(before[f"val_{key}"], rel=1e-5)
         assert first[f"retention_{key}"] not in (result[f"retention_{key}"], first[f"val_{key}"])
+        assert first[f"unseen_{key}"] == approx(before[f"unseen_{key}"], rel=1e-5)
+    train_midus("--max_iters=0 --eval_tokens=1000000 --dense=True", dataset=unseen, init_from=base,
+                out_dir=tmp_path / "look")
+    assert before["unseen_loss"] == approx(result_of(tmp_path / "look")["val_loss"], rel=1e-5)
+
+
+def test_what_makes_no_domains_is_refused(texts, tmp_path):
+    for flags in ("--prefix=sea/ --unseen=sea", "--prefix=sea/ --unseen=moon", "--prefix=moon"):
+        with pytest.raises(ConfigError, match="of --unseen=|domain has too few records"):
+            task_folder(tmp_path, "domains", f"--source={texts}", "--vocab_size=300",
+                        *flags.split())
 
 
 # ---------------------------------------------------------------- facts
