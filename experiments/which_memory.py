@@ -252,6 +252,7 @@ def draw_gains(rows, measured, file):
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
+    timed = False
     for n, (title, cost) in enumerate(measured["ratios"].items()):
         gain, in_time = gains(rows, title)
         bar = run.noise(gain) if len(gain) > 1 else None
@@ -259,7 +260,9 @@ def draw_gains(rows, measured, file):
                       label=title)
         if in_time:
             axes.plot(cost["step"], mean(in_time), "v", mfc="none", color=f"C{n}")
-    axes.plot([], [], "v", mfc="none", color="grey", label="at equal time")
+            timed = True
+    if timed:
+        axes.plot([], [], "v", mfc="none", color="grey", label="at equal time")
     axes.axhline(0, color="grey", linewidth=1)
     axes.set(xlabel="time of a training step, x its baseline's", ylabel="gain in bits per byte",
              title="Which memory is worth its cost?")
