@@ -4,10 +4,9 @@ baseline, as in which_memory, but on text that every machine has: Python's own d
     cp model_move.py model_mine.py              # and change it
     python train.py experiments/mine.py --jobs=2
 
-1M tokens and one seed, which ranks what differs by 0.02 bits per byte or more. Muon trains the
-matrices of all. The others have their best learning rates of which_rates.py, yours that of its own
-recipe for Muon, or where it has none `rate` for all but the matrices, which is near the best of
-LIMe and of hierarchical memories: try three times as much, and a third.
+1M tokens and one seed, which ranks what differs by 0.02 bits per byte or more. The others have their
+best learning rates of which_rates.py; yours has those of the model whose Config is most like its
+own, the one that it was copied from.
 """
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from experiments import run
 from experiments import which_memory as study
 from sample import load_module
 
-rate = 45e-3
 model = "move"
 metric = "val_bpb"
 seeds = 1
@@ -27,16 +25,38 @@ prepare = dict(cpu=f"{facts} --text_chars=3100000 --out=data/facts_mine",
                gpu=f"{facts} --text_chars=12000000 --out=data/facts_mine_gpu")
 cpu = study.cpu
 gpu = dict(study.gpu, max_iters=80, eval_interval=40)
+titles = ("MoVE", "LIMe", "UltraMemV2", "HierMem")
+
+
+def fields_of(title):
+    return set(load_module(study.models[title]).Config.__dataclass_fields__)
+
+
+def origin_of(own):
+    """The model that has most of these fields and fewest others."""
+    return min(titles, key=lambda title: len(own ^ fields_of(title)))
+
+
+def keys_like(name, own, lacks):
+    """Another model's keys for my model, less the fields that it does not have."""
+    keys, paper = study.variants[name]
+    mine = {key: value for key, value in {**keys, "model": own}.items() if key not in lacks}
+    if "cpu" in mine:
+        mine["cpu"] = {key: value for key, value in mine["cpu"].items() if key not in lacks}
+    return mine, paper
+
+
 variants, baseline = {}, {}
-for title in ("mine", "MoVE", "LIMe", "UltraMemV2", "HierMem"):
-    if title in study.models:
-        own_rate = {}
-        if title == "mine" and "muon" not in load_module("mine").RECIPE:
-            own_rate = dict(learning_rate=rate)
-        baseline[title] = study.baseline[title]
-        for name in (baseline[title], title):
-            keys, paper = study.variants[name]
-            variants[name] = (dict(keys, **own_rate), paper)
+if "mine" in study.models:
+    origin = origin_of(fields_of("mine"))
+    lacks = fields_of(origin) - fields_of("mine")
+    baseline["mine"] = "mine dense"
+    variants["mine dense"] = keys_like(study.baseline[origin], "mine", lacks)
+    variants["mine"] = keys_like(origin, "mine", lacks)
+for title in titles:
+    baseline[title] = study.baseline[title]
+    for name in (baseline[title], title):
+        variants[name] = study.variants[name]
 
 
 def places(rows):

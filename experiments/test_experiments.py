@@ -602,6 +602,17 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
         assert (results / f"which_memory-{picture}.png").exists()
 
 
+def test_my_own_model_has_the_rates_of_what_it_was_copied_from():
+    """LIMe without its router_lr is still LIMe's copy, and is not given that key."""
+    from experiments import mine
+    own = mine.fields_of("LIMe") - {"router_lr"} | {"width"}
+    assert mine.origin_of(own) == "LIMe"
+    keys, _ = mine.keys_like("LIMe", "mine", mine.fields_of("LIMe") - own)
+    assert keys["cpu"] == dict(learning_rate=81e-3)
+    assert keys["model"] == "mine"
+    assert "router_lr" in mine.variants["LIMe"][0]["cpu"]
+
+
 def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
     """Below MoVE, which gains 0.02, and above LIMe, which has no baseline yet."""
     from experiments import mine
