@@ -1,8 +1,8 @@
 """MIDUS, Tables 8, 9, 11 and 12 (Llama 3.2 1B): a norm on the queries costs; slots, Top-k,
 placement and the other structures hardly matter.
 
-Starts from midus_table1.py's base, on its data: `python train.py experiments/midus_table1.py
---only=base`, which says what the columns are. The paper's numbers are the log of its WikiText
+Starts from midus_table1.py's base, on its data, with its columns: `python train.py
+experiments/midus_table1.py --only=base`. The paper's numbers are the log of its WikiText
 perplexities; its n = 16, 32, 64 are 8, 16, 32 here (gpu: 16, 32, 64). Where it finds no difference,
 or one of 0.003 nats (LayerNorm), nothing is claimed: all should be small. With k 1 the chosen slot
 has the weight 1, and nothing teaches the choice: queries and keys stay as they start.

@@ -1,8 +1,8 @@
 """MIDUS, Table 3 (Llama 3.2 1B): of the memories that a block may hold, HML is better than linear
 and product keys, and as good as UltraMem.
 
-Starts from midus_table1.py's base, on its data: `python train.py experiments/midus_table1.py
---only=base`, which says what the columns are. The paper's numbers are the log of its WikiText
+Starts from midus_table1.py's base, on its data, with its columns: `python train.py
+experiments/midus_table1.py --only=base`. The paper's numbers are the log of its WikiText
 perplexities; it prints 11.64 for UltraMem and HML alike, so that between them there is nothing to
 claim.
 """

@@ -53,8 +53,7 @@ TRACKS = {
         dict(dataset="pydocs", device="cpu", block_size=256, **whole),
         dict(model="move", dense=True, depth=4, optimizer="muon", batch_tokens=4096,
              max_iters=480),
-        "The first record is the baseline itself: 1.04 of its own time is the noise of this clock. "
-        "Seeds differ by 0.01 to 0.05 bpb, so that neighbours may change places.", threads=2),
+        "Meant for some three minutes of MoVE on two cores.", threads=2),
     "gpu": Track(
         "val_loss", 3.28, "prepare_fineweb.py --max_tokens=2_000_000_000", "gpt2",
         dict(dataset="fineweb_edu", device="cuda", block_size=1024, **whole),
@@ -208,7 +207,8 @@ def board(rows):
             records = [row for row in mine if row["data_id"] == data_id]
             beside = [row["baseline_seconds"] for row in records]
             values = [row["baseline_value"] for row in records]
-            lines += [f"Data {data_id}; the baseline beside these: {runner.text(values)} after "
+            ends = ", ".join(sorted({f"{value:.4f}" for value in values}))
+            lines += [f"Data {data_id}; the baseline beside these: {ends} after "
                       f"{min(beside):.0f} to {max(beside):.0f} seconds.", "",
                       *runner.heading(HEAD), *map(board_line, records), ""]
         if not mine:

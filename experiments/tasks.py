@@ -566,7 +566,9 @@ def losses_beside(model, data):
     """{"retention_loss" (nats), "retention_bpb", ...} of the other domains' first held-out tokens;
     tokens without bytes are left out, as in train.py."""
     found = {}
-    for column, name in data.meta["task"]["folders"].items():
+    folders = data.meta["task"].get("folders")
+    need(folders, f"{data.paths[0].parent} does not name its other domains: make it again")
+    for column, name in folders.items():
         folder = data.paths[0].parent.resolve().with_name(name)
         other = TokenShards(folder, "val", data.block_size)
         token_bytes = torch.from_numpy(prepare_fineweb.load_token_bytes(folder))

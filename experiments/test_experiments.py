@@ -559,8 +559,8 @@ def test_exchange_rate_same_flops(scale, vocab_size):
 
 
 COSTS = """{"machine": "toy", "ratios": {
-    "MoVE": {"step": 1.5, "decode": 0.5, "memory": 2.0},
-    "MIDUS": {"step": 1.5, "decode": 0.5, "memory": 2.0}}}"""
+    "MoVE": {"step": 1.5, "decode": 0.5},
+    "MIDUS": {"step": 1.5, "decode": 0.5}}}"""
 
 
 def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monkeypatch):
@@ -590,7 +590,7 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     which_memory.finish(results_of("", "cpu"), "cpu")
     lines = (results / "which_memory-cpu-summary.md").read_text().splitlines()
     _, _, move, lime, _, _, midus, *_ = lines
-    assert move == ("| MoVE | +7 | 1.50x | 2.00x | 0.50x | 2.0100 ± 0.0141 | +0.0450 ± 0.0071 "
+    assert move == ("| MoVE | +7 | 1.50x | 1.00x | 0.50x | 2.0100 ± 0.0141 | +0.0450 ± 0.0071 "
                     "| holds | +0.0000 ± 0.0141 | inside noise | 2 |")
     step = which_memory.times["LIMe"]
     assert lime.startswith(f"| LIMe | +0 | {step:.2f}x | 1.50x | - |"), "no checkpoint to decode"
@@ -607,7 +607,7 @@ def test_my_own_model_has_the_rates_of_what_it_was_copied_from():
     from experiments import mine
     own = mine.fields_of("LIMe") - {"router_lr"} | {"width"}
     assert mine.origin_of(own) == "LIMe"
-    keys, _ = mine.keys_like("LIMe", "mine", mine.fields_of("LIMe") - own)
+    keys, _ = mine.keys_like("LIMe", mine.fields_of("LIMe") - own)
     assert keys["cpu"] == dict(learning_rate=81e-3)
     assert keys["model"] == "mine"
     assert "router_lr" in mine.variants["LIMe"][0]["cpu"]

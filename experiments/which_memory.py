@@ -156,12 +156,9 @@ def decode_ratio(title, scale, device):
 
 def costs(rows, scale, titles, ratios):
     """Adds to the ratios those of the titles, in units of their baselines': the time of a training
-    step, peak memory, and the time of decoding, for which both checkpoints must be here."""
+    step, and of decoding, for which both checkpoints must be here."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for title in titles:
-        peaks = []
-        for seed, row in rows[title].items():
-            peaks.append(row["peak_memory_mb"] / rows[baseline[title]][seed]["peak_memory_mb"])
         step = times.get(title) if device == "cpu" else None
         decode = None
         if has_checkpoints(title, scale):
@@ -170,7 +167,7 @@ def costs(rows, scale, titles, ratios):
             step = step or step_ratio(title, scale, keys)
             decode = decode_ratio(title, scale, device)
         if step:
-            ratios[title] = dict(step=step, decode=decode, memory=mean(peaks))
+            ratios[title] = dict(step=step, decode=decode)
             print(title, ratios[title], flush=True)
     machine = f"{rows['MoVE'][0]['device']}, {torch.get_num_threads()} threads"
     return {"machine": f"{machine}, torch {torch.__version__}", "ratios": ratios}
@@ -196,8 +193,10 @@ def table(rows, measured):
         gain, in_time = gains(rows, title)
         added = rows[title][0]["params"]["total"] - base[0]["params"]["total"]
         decode = f"{cost['decode']:.2f}x" if cost["decode"] else "-"
+        memory = mean(row["peak_memory_mb"] / base[seed]["peak_memory_mb"]
+                      for seed, row in rows[title].items())
         lines.append(run.line([
-            title, f"{added:+,}", f"{cost['step']:.2f}x", f"{cost['memory']:.2f}x",
+            title, f"{added:+,}", f"{cost['step']:.2f}x", f"{memory:.2f}x",
             decode, run.text([row[metric] for row in base.values()]),
             run.text(gain, "+"), run.verdict(gain), run.text(in_time, "+"), run.verdict(in_time),
             str(len(gain))]))
