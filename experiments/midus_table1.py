@@ -38,6 +38,7 @@ gpu = dict(depth=8, n_embd=512, n_head=8, n_kv_head=4, n_inner=1408, n_keys=64, 
 base = dict(dense=True, dataset="@_old", cpu=dict(max_iters=6000), gpu=dict(max_iters=768))
 untouched = dict(cpu=dict(max_iters=0), gpu=dict(max_iters=0))
 cpt = dict(init_from="@base", phase="cpt")
+two_rates = (5e-4, 2e-3)        # of every variant in midus_memories.py and midus_ablations.py
 methods = {                     # the name, its `upscale` and the paper's perplexity
     "MIDUS-HML": ("midus", 11.64),
     "OpT-DeUS": ("opt_deus", 11.72),

@@ -1,7 +1,9 @@
-"""Tests of the timers of steps, bank_size.py, midus_costs.py and ultramem_growth.py.
+"""Tests of the timers: bank_size.py, bank_tiers.py, midus_costs.py and ultramem_growth.py.
 `python test_all.py` runs them too."""
 import copy
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import torch
 from pytest import approx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments import bank_size, midus_costs, run, ultramem_growth
+from experiments import bank_size, bank_tiers, midus_costs, run, ultramem_growth
+from model_hiermem import Config
 
 
 @pytest.fixture
@@ -37,6 +40,44 @@ def test_bank_size_times_a_step(measure):
         assert name in said
         assert ms > 0
     assert found["steps"] == 1
+
+
+TINY = dict(n_layer=2, n_embd=32, n_head=2, vocab_size=61, block_size=16)
+linux = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="files leave the cache there")
+
+
+@linux
+def test_bank_tiers_times_every_placement(measure, monkeypatch, tmp_path):
+    monkeypatch.setitem(bank_tiers.PRESETS, "tiny", TINY)
+    found, said = measure(bank_tiers, "hiermem_bank_tiers", "--preset=tiny --clusters=2,4 "
+                          f"--ranks=8,4 --rounds=2 --prompt=5 --device=cpu --out_dir={tmp_path}")
+    assert found["bank"] == 2 * 2 * 3 * 32 * (8 + 4 * 4)       # layers, children, matrices, width
+    assert found["mb"] == [4 * 2 * 3 * 32 * rank / 2 ** 20 for rank in (8, 4)]
+    assert list(found["placements"]) == ["host memory", "file, read before",
+                                         "file, its deepest level", "file"]
+    for name, row in found["placements"].items():
+        assert f"\n{name} " in said
+        assert len(row["levels_ms"]) == 2
+        assert min(*row["levels_ms"], row["ms"], row["next_ms"], row["token_ms"]) > 0
+    assert min(found["anchor_token_ms"], found["load_ms"]) > 0
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+@linux
+def test_bank_tiers_fetches_the_same_block_from_everywhere(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    tiers = bank_tiers.Tiers(Config(**TINY, clusters="2,4", ranks="8,4"), path, "cpu")
+    wanted = [table.clone() for table in tiers.in_memory]
+    maps = Path("/proc/self/maps")
+    for placement in bank_tiers.placements(2, "cpu").values():
+        tiers.place(placement)
+        spans = re.findall(rf"(?m)^(\w+)-(\w+) .*{path}$", maps.read_text())
+        for tier, level, table in zip(placement, tiers.levels, wanted):
+            here = any(int(a, 16) <= level.table.data_ptr() < int(b, 16) for a, b in spans)
+            assert here == (tier in ("warm", "cold"))
+            assert level(torch.tensor([1]), "cpu").flatten().equal(table[1])
+    tiers.load()
+    assert str(path) not in maps.read_text()                   # or it would not leave the cache
 
 
 def test_midus_costs_counts_what_autograd_keeps():
