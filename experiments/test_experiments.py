@@ -600,6 +600,11 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     assert move == "| MoVE | +0.0450 ± 0.0071 | +0.0450 ± 0.0071 |"
     for picture in ("cpu-gain", "cpu-recall", "growth"):
         assert (results / f"which_memory-{picture}.png").exists()
+    bpb |= dict.fromkeys(("MoVE", "MoVE dense", "MoVE dense longer"), ())
+    which_memory.finish(results_of("", "cpu"), "cpu")
+    lines = (results / "which_memory-growth.md").read_text().splitlines()
+    assert lines[0] == heading
+    assert lines[2] == "| MoVE | - | - |"
 
 
 def test_my_own_model_has_the_rates_of_what_it_was_copied_from():

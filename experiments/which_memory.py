@@ -169,8 +169,13 @@ def costs(rows, scale, titles, ratios):
         if step:
             ratios[title] = dict(step=step, decode=decode)
             print(title, ratios[title], flush=True)
-    machine = f"{rows['MoVE'][0]['device']}, {torch.get_num_threads()} threads"
+    machine = f"{first_row(rows)['device']}, {torch.get_num_threads()} threads"
     return {"machine": f"{machine}, torch {torch.__version__}", "ratios": ratios}
+
+
+def first_row(rows):
+    """One of the memories' rows."""
+    return next(row for title in memories for row in rows[title].values())
 
 
 def gains(rows, title):
@@ -221,7 +226,7 @@ def growth(found):
 
 
 def tokens(rows):
-    return rows["MoVE"][0]["tokens"]
+    return first_row(rows)["tokens"]
 
 
 def draw_growth(found, file):
@@ -305,7 +310,7 @@ def finish(rows, scale):
     for other in lengths:
         if run.results_file(Path(__file__).stem, other).exists():
             found[other] = run.results_of(__file__, other)
-    found = {other: rows for other, rows in found.items() if 0 in rows["MoVE"]}
+    found = {other: rows for other, rows in found.items() if any(rows[title] for title in memories)}
     stem = run.ROOT / "experiments" / "results" / "which_memory-growth"
     Path(f"{stem}.md").write_text(growth(found), encoding="utf-8")
     draw_growth(found, f"{stem}.png")
