@@ -14,7 +14,7 @@ from experiments.midus_table1 import cpu, gpu, prepare, two_rates
 
 model = "midus"
 metric = "unseen_loss"
-also = ("val_loss", "retention_loss")
+also = ("val_loss", "retention_loss", "blimp")
 seeds = 3
 structures = {                  # overrides, the paper's number, seeds
     "HML": ({}, log(11.64)),

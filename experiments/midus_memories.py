@@ -12,7 +12,7 @@ from experiments.midus_table1 import cpu, gpu, prepare, two_rates
 
 model = "midus"
 metric = "unseen_loss"
-also = ("val_loss", "retention_loss")
+also = ("val_loss", "retention_loss", "blimp")
 seeds = 3
 memories = {                    # `memory` and the paper's perplexity
     "HML": ("hml", 11.64),

@@ -6,12 +6,14 @@ it and goes on with those of the humanities, society and business: new text of a
 in part, as FineWeb-Edu is to Llama. unseen_loss is that of the Standard Ebooks, which nobody trains
 on, as WikiText is in the paper; its numbers are the log of those perplexities. val_loss is that of
 the new text held out, which rewards whoever trains most, retention_loss that of the old, which
-rewards whoever trains least. midus_rates.py, which has not run on these texts, is to find each
-method's rate: the one with the best unseen_loss. Until then all have the recipe's.
+rewards whoever trains least. blimp, in place of the paper's seven zero-shot tasks, is the share of
+BLiMP's minimal pairs of which the grammatical sentence is likelier (0.5: by chance).
+midus_rates.py, which has not run on these texts, is to find each method's rate: the one with the
+best unseen_loss. Until then all have the recipe's.
 
 There is one base; the seeds are those of what comes after. "base on old" is what as many tokens of
 the old domain would still have given the base: if more than 0.01, it was not trained to its end.
-data/edu is a folder of records {"text", "source"}.
+data/edu is a folder of records {"text", "source"}, data/blimp one of BLiMP's sets.
 """
 from math import log
 
@@ -22,10 +24,10 @@ NEW = ["openstax/osbooks-" + book for book in (
     "life-liberty-and-pursuit-happiness,principles-,psychology,us-history,"
     "workplace-software-skills,world-history,writing-guide").split(",")]
 domains = (f"experiments/tasks.py domains --source=data/edu --prefix={','.join(NEW)} "
-           "--unseen=standardebooks/")
+           "--unseen=standardebooks/ --pairs=data/blimp")
 model = "midus"
 metric = "unseen_loss"
-also = ("val_loss", "retention_loss")
+also = ("val_loss", "retention_loss", "blimp")
 seeds = 3
 prepare = dict(cpu=f"{domains} --out=data/humanities",
                gpu=f"{domains} --vocab_size=16384 --out=data/humanities_gpu")
@@ -60,4 +62,4 @@ for name, (upscale, perplexity) in methods.items():
     baseline[name] = "MIDUS-HML"
     if name != "MIDUS-HML":
         claims += [f"{name} > MIDUS-HML", f"val_loss: {name} > MIDUS-HML",
-                   f"retention_loss: {name} > MIDUS-HML"]
+                   f"retention_loss: {name} > MIDUS-HML", f"blimp: MIDUS-HML > {name}"]

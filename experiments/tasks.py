@@ -26,7 +26,9 @@ Domains splits text for going on with another domain: records {"text", "source"}
 with the prefix (or one of several, by commas) are the new domain, in OUT, those of --unseen= a
 third one, in OUT_unseen, all others the old one, in OUT_old. All have a tokenizer trained on the
 old one. Evaluations on OUT and OUT_old also give retention_loss and retention_bpb, unseen_loss and
-unseen_bpb, those of the first 131,072 held-out tokens of the old domain and of the third.
+unseen_bpb, those of the first 131,072 held-out tokens of the old domain and of the third. --pairs=
+a folder of BLiMP's sets of minimal pairs adds "blimp", the share of pairs (the first 100 of every
+set) of which the model finds the grammatical sentence likelier; guessing gets half.
 
 The records of a task lie in OUT_records/, a JSON object a line.
 """
@@ -40,17 +42,20 @@ import re
 import sys
 from collections import defaultdict
 from itertools import takewhile
+from operator import gt
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import prepare_fineweb
 from experiments.run import options
 from prepare_fineweb import EOT, ConfigError, TokenShards, find_dataset, get_tokenizer, guard
-from prepare_fineweb import load_meta, need, prepare
+from prepare_fineweb import load_meta, need, prepare, reading
 
 # ---------------------------------------------------------------- settings: --key=value
 out = ""                      # folder to write; empty: data/TASK
@@ -68,6 +73,7 @@ per_bucket = 48               # facts: things for each number of mentions, a mul
 clusters = ""                 # facts: 8,8: a tree of topics over everything, for model_hiermem.py
 prefix = ""                   # domains: of the `source` of the new domain's records
 unseen = ""                   # domains: of the third domain's; empty: there is none
+pairs = ""                    # domains: folder of BLiMP's SET.jsonl or .jsonl.xz; empty: none
 vocab_size = 4096             # facts, domains: tokens of the bpe trained on them
 out_dir = ""                  # accuracy: a run's folder, or a ckpt.pt
 dataset = ""                  # accuracy: data folder; empty: the checkpoint's own
@@ -488,7 +494,7 @@ def recall(model, folder, leaf="", batch_size=64):
     for n in range(0, len(rows), batch_size):
         part = rows[n:n + batch_size]
         prompts = [torch.tensor(row["prompt"]) for row in part]
-        idx = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        idx = pad_sequence(prompts, batch_first=True)
         idx = idx.to(next(model.parameters()).device)           # (B, T), padded on the right
         context = {}
         if fetches:
@@ -519,6 +525,8 @@ def domains(c, folder):
     prefixes = {"new": tuple(c.prefix.split(","))}
     if c.unseen:
         prefixes["unseen"] = tuple(c.unseen.split(","))
+    need(not c.pairs or pair_files(c.pairs), f"pairs={c.pairs}: has no .jsonl or .jsonl.xz of "
+         "BLiMP (github.com/alexwarstadt/blimp)")
     records = {name: {"train": [], "val": []} for name in ("old", *prefixes)}
     for split, text, source in read_texts(source=c.source, topic_field="source"):
         found = [name for name, starts in prefixes.items() if source.startswith(starts)]
@@ -546,6 +554,46 @@ def domain_folders(c, folder):
     return names
 
 
+def pair_files(folder):
+    return sorted(Path(folder).glob("*.jsonl")) + sorted(Path(folder).glob("*.jsonl.xz"))
+
+
+def write_pairs(c, folder, size=100):
+    """pairs.jsonl: the tokens of the first pairs of every set, eot before each sentence."""
+    tok = get_tokenizer(str(folder))
+    rows = []
+    for path in pair_files(c.pairs):
+        with reading(path, "has no sentence_good and sentence_bad in each line"):
+            for row in read_jsonl(path)[:size]:
+                good, bad = row["sentence_good"], row["sentence_bad"]
+                rows.append({"good": [tok.eot, *tok.encode(good)],
+                             "bad": [tok.eot, *tok.encode(bad)]})
+    write_jsonl(folder / "pairs.jsonl", rows)
+
+
+@torch.no_grad()
+def log_likelihoods(model, sentences, batch_size=64):
+    """Lists of tokens -> log P of each, all tokens after its first."""
+    device = next(model.parameters()).device
+    found = []
+    for n in range(0, len(sentences), batch_size):
+        part = [torch.tensor(sentence) for sentence in sentences[n:n + batch_size]]
+        idx = pad_sequence([tokens[:-1] for tokens in part], batch_first=True)
+        targets = pad_sequence([tokens[1:] for tokens in part], True, padding_value=-1)
+        logits = model(idx.to(device))[0].mT                    # (B, vocab, T)
+        nats = F.cross_entropy(logits, targets.to(device), ignore_index=-1, reduction="none")
+        found += (-nats.sum(1)).tolist()
+    return found
+
+
+def pair_accuracy(model, folder):
+    """The share of pairs whose good sentence is the likelier one."""
+    rows = read_jsonl(Path(folder) / "pairs.jsonl")
+    good = log_likelihoods(model, [row["good"] for row in rows])
+    bad = log_likelihoods(model, [row["bad"] for row in rows])
+    return mean(map(gt, good, bad))
+
+
 @torch.no_grad()
 def batched_loss(model, x, y, batch_size=16, **context):
     """Mean nats of the targets of x, y (N, T). context: tensors with a row for each of x, or
@@ -564,8 +612,10 @@ def batched_loss(model, x, y, batch_size=16, **context):
 
 def losses_beside(model, data):
     """{"retention_loss" (nats), "retention_bpb", ...} of the other domains' first held-out tokens;
-    tokens without bytes are left out, as in train.py."""
+    tokens without bytes are left out, as in train.py. "blimp", where there are pairs."""
     found = {}
+    if data.meta["task"].get("pairs"):
+        found["blimp"] = pair_accuracy(model, data.paths[0].parent)
     folders = data.meta["task"].get("folders")
     need(folders, f"{data.paths[0].parent} does not name its other domains: make it again")
     for column, name in folders.items():
@@ -625,6 +675,9 @@ def write_task(name, c):
     old = beside(folder, "old")
     add_to_meta(folder, task=task, tokenizer=load_meta(old)["tokenizer"])   # called alike: the same
     add_to_meta(old, task=task)
+    if c.pairs:
+        write_pairs(c, folder)
+        write_pairs(c, old)
 
 
 def add_to_meta(folder, **keys):

@@ -496,8 +496,8 @@ def test_an_experiment_here_fits_its_models(path, scale):
     keys = set(re.findall(r"^(\w+) = ", settings, re.M))
     exp = runner.load_experiment(path, scale)
     assert exp.name == path.stem                               # also where loops run over names
-    for a, b, _ in runner.pairs(exp):
-        assert all(difference > 0 for difference in runner.paper(exp, a, b)), (a, b)
+    for a, b, column in runner.pairs(exp):
+        assert column != exp.metric or all(difference > 0 for difference in runner.paper(exp, a, b)), (a, b)
     for name in exp.variants:
         chosen = runner.settings(exp, scale, name)
         config = model_config(exp, scale, name)
@@ -649,12 +649,30 @@ def lines(monkeypatch):
     return drawn
 
 
-def test_rates_of_midus_are_drawn_as_a_line_for_each_method(lines):
+def test_rates_of_midus_are_drawn_as_a_line_for_each_method(lines, tmp_path, monkeypatch):
     rows = dict.fromkeys(midus_rates.variants, {})
     rows["LESA 0.000125"] = {0: dict(retention_loss=2., val_loss=5.)}
     rows["LESA 0.002"] = {0: dict(retention_loss=3., val_loss=4.)}
+    monkeypatch.setattr(midus_rates, "__file__", str(tmp_path / "midus_rates.py"))
+    (tmp_path / "results").mkdir()
     midus_rates.finish(rows, "cpu")
     assert lines == [[[2, 5], [3, 4]]]
+    assert (tmp_path / "results/midus_rates-cpu-plane.md").exists()
+
+
+def test_the_area_of_learned_against_kept():
+    """Three points, one of them worse than another in both losses; and HML's is larger."""
+    assert midus_rates.area([(1, 3), (2, 1), (3, 2)], (4, 5)) == 1 * (5 - 3) + 2 * (5 - 1)
+    assert midus_rates.area([(4, 1)], (4, 5)) == 0
+    rows = {}
+    for name in midus_rates.variants:
+        x = 2. if name.startswith("MIDUS") else 3.
+        rows[name] = {0: dict(retention_loss=x, val_loss=x)}
+    rows["SOLAR 0.002"] = {0: dict(retention_loss=2., val_loss=5.)}
+    _, _, hml, *_, solar = midus_rates.area_table(rows).splitlines()
+    assert hml.startswith("| MIDUS-HML | 3.0000 |")
+    assert solar == "| SOLAR | 0.0000 | sign agrees (1 seed) |"
+    assert "| SOLAR | - | not run |" in midus_rates.area_table({**rows, "SOLAR 0.002": {}})
 
 
 def test_curves_of_arithmetic_are_means_over_seeds(lines):
@@ -878,6 +896,35 @@ def test_domains_are_three_folders_and_evaluations_give_all_losses(texts, tmp_pa
     train_midus("--max_iters=0 --eval_tokens=1000000 --dense=True", dataset=unseen, init_from=base,
                 out_dir=tmp_path / "look")
     assert before["unseen_loss"] == approx(result_of(tmp_path / "look")["val_loss"], rel=1e-5)
+
+
+def test_pairs_are_won_by_the_likelier_sentence(texts, tmp_path):
+    """Of two sets the first 100 pairs; a model for which a token's log P is its rank."""
+    source = tmp_path / "blimp"
+    for name, n in (("a", 3), ("b", 130)):
+        write_jsonl(source / f"{name}.jsonl",
+                    [dict(sentence_good=f"milk {i}", sentence_bad="a bad sentence")
+                     for i in range(n)])
+    folder, _ = task_folder(tmp_path, "domains", f"--source={texts}", "--vocab_size=300",
+                            "--prefix=sea/", f"--pairs={source}")
+    tok = get_tokenizer(str(folder))
+    for at in (folder, folder.with_name("data_old")):
+        rows = read_jsonl(at / "pairs.jsonl")
+        assert len(rows) == 103
+        assert tok.decode(rows[0]["good"][1:]) == "milk 0" and rows[0]["good"][0] == tok.eot
+    model = make("lime").eval()
+    sentences = [some_tokens(1, n)[0].tolist() for n in (3, 9, 2, 5)]
+    found = tasks.log_likelihoods(model, sentences, batch_size=3)
+    for sentence, value in zip(sentences, found):
+        logp = model(torch.tensor([sentence]))[0].log_softmax(-1)[0]
+        steps = [logp[t, sentence[t + 1]].item() for t in range(len(sentence) - 1)]
+        assert value == approx(sum(steps), rel=1e-4)
+    write_jsonl(folder / "pairs.jsonl", [
+        {"good": sentences[0], "bad": sentences[1]}, {"good": sentences[1], "bad": sentences[2]},
+        {"good": sentences[2], "bad": sentences[3]}])
+    wins = [found[0] > found[1], found[1] > found[2], found[2] > found[3]]
+    assert tasks.pair_accuracy(model, folder) == approx(sum(wins) / 3)
+    assert sorted(wins) in ([False, False, True], [False, True, True])
 
 
 def test_what_makes_no_domains_is_refused(texts, tmp_path):
