@@ -663,7 +663,7 @@ tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 -  facts --source=nowhere  nowhere
 -  domains --source=text.jsonl  domain has too few
 -  domains --source=nowhere  nowhere
-  domains --source=text.jsonl --pairs=nowhere  pairs=nowhere: has no .jsonl
+-  domains --source=text.jsonl --pairs=nowhere  pairs=nowhere: has no .jsonl
 a.json = b'[{"question": "x"'  prosqa --val=a.json  a.json cannot be read: Expecting
 a.json = b'[3]'  prosqa --val=a.json  a.json, sample 0
 a.json = b'[]'  prosqa --val=a.json  too few different documents
