@@ -1,6 +1,6 @@
 """Times every operation of kernels.py against the obvious torch way, on the device it runs on.
 
-python experiments/kernel_speed.py [--json=PATH]
+python experiments/kernel_speed.py [--json_file=PATH]
 
 Three tables: the operations at the papers' sizes, a training step of one memory table, and the head
 with its loss. "of copy" is the bytes that must move, over the time, as a fraction of a measured
@@ -23,9 +23,12 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kernels
+from experiments.run import options
 from kernels import LazyAdam, gather_dot, gather_sum, keep_coalesced, keep_freed_memory
 from kernels import linear_cross_entropy, mix_values, product_key_topk, row_sums_dense, tucker_topk
-from prepare_fineweb import configure, guard, need
+from prepare_fineweb import guard, need
+
+json_file = ""    # for the figures; empty: none is written
 
 
 def wait(device):
@@ -322,10 +325,10 @@ def time_heads(device):
 
 
 def main(argv):
-    given, others = configure(argv, {"json": ""})    # a file for the figures
-    need(not others, f"no file or command, not {others}: --json=FILE")
-    file = Path(given.get("json", ""))
-    need(file.parent.is_dir(), f"json={file}: there is no folder {file.parent}")
+    c, others = options(argv, globals())
+    need(not others, f"no file or command, not {others}: --json_file=FILE")
+    file = Path(c.json_file)
+    need(file.parent.is_dir(), f"json_file={file}: there is no folder {file.parent}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     keeps = device == "cpu" and keep_freed_memory()    # for both sides
     a, b = torch.randn(2, 2**26 if device == "cuda" else 2**25, device=device)
@@ -342,7 +345,7 @@ def main(argv):
     report["operations"] = list(time_operations(device, copy))
     report["steps"] = list(time_steps(device))
     report["heads"] = list(time_heads(device))
-    if "json" in given:
+    if c.json_file:
         file.write_text(json.dumps(report, indent=1))
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from prepare_fineweb import configure, guard, need
+from experiments.run import options
+from prepare_fineweb import guard, need
 
 file = ""    # only the mutants of this file
 jobs = 1     # how many at a time
-defaults = dict(file=file, jobs=jobs)
 
 
 def survives(mutant):
@@ -45,12 +45,11 @@ def survives(mutant):
 
 
 def main(argv):
-    overrides, others = configure(argv, defaults)
+    c, others = options(argv, globals())
     need(not others, f"no file is wanted, not {others}")
-    options = {**defaults, **overrides}
-    chosen = [mutant for mutant in MUTANTS if options["file"] in ("", mutant[0])]
-    need(chosen, f"file={options['file']}: the table has no mutant of it")
-    with ThreadPoolExecutor(options["jobs"]) as pool:
+    chosen = [mutant for mutant in MUTANTS if c.file in ("", mutant[0])]
+    need(chosen, f"file={c.file}: the table has no mutant of it")
+    with ThreadPoolExecutor(c.jobs) as pool:
         survivors = sum(pool.map(survives, chosen))
     print(f"{len(chosen)} mutants, {survivors} survived")
     return int(survivors > 0)
@@ -333,6 +332,17 @@ MUTANTS = [
      'records["old" if found else "new"]', "domains_are"),
     ("experiments/tasks.py", 'names["unseen"] = beside(folder, "unseen").name',
      'names["unseen"] = beside(folder, "old").name', "domains_are"),
+    ("experiments/tasks.py", "pad_sequence([tokens[1:] for tokens in part], True,",
+     "pad_sequence([tokens[:-1] for tokens in part], True,", "pairs_are_won"),
+    ("experiments/tasks.py", "return mean(map(gt, good, bad))", "return mean(map(gt, bad, good))",
+     "pairs_are_won"),
+    ("experiments/midus_rates.py", "best = min(best, learned)", "best = learned",
+     "learned_against"),
+    ("experiments/midus_rates.py", "corner = tuple(map(max, zip(",
+     "corner = tuple(map(min, zip(", "learned_against"),
+    ("experiments/bank_tiers.py",
+     'table = mapped[f"bank.{l + 1}.table"]\n                table.sum()', 'table.sum()',
+     "bank_tiers"),
     ("experiments/analysis.py", 'for name in ("W_UV", "router", "memory", "W_V"):',
      'for name in ("W_V", "router", "memory", "W_UV"):', "states_are"),
     ("experiments/analysis.py", "output = output[-1] if isinstance",

@@ -709,7 +709,7 @@ a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --tokenizer=n
 a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --out=text.jsonl/x  text.jsonl
 # experiments/kernel_speed.py
 -  --jsn  unknown option --jsn
--  --json=nowhere/x.json  there is no folder nowhere
+-  --json_file=nowhere/x.json  there is no folder nowhere
 -  file  no file or command
 # experiments/step_time.py
 -  --rounds=0  rounds=0: must be at least 1
