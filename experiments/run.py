@@ -4,7 +4,7 @@
     python experiments/run.py claims                            every claim -> results/claims.md
 
 Each run is a printed `python train.py --key=value` in out/<experiment>-<scale>/<variant>/s<seed>.
-It is finished when its result.json exists, so the same command goes on after an interruption.
+It is finished when its result.json exists or its row is in results/, so the same command goes on.
 Seeds are the outer loop: a table that is cut short is already paired. README.md beside this file
 shows an experiment file and how to read a table.
 """
