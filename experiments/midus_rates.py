@@ -20,7 +20,7 @@ model = "midus"
 metric = "unseen_loss"
 also = ("val_loss", "retention_loss", "blimp")
 seeds = 1
-cpu = dict(cpu, max_iters=500, eval_interval=125)
+cpu = dict(cpu, max_iters=500, eval_interval=250)
 gpu = dict(gpu, max_iters=48)
 RATES = (1.25e-4, 5e-4, 2e-3, 8e-3)
 variants = {}

@@ -32,7 +32,7 @@ seeds = 3
 prepare = dict(cpu=f"{domains} --out=data/humanities",
                gpu=f"{domains} --vocab_size=16384 --out=data/humanities_gpu")
 cpu = dict(depth=8, n_embd=128, n_head=4, n_kv_head=2, n_inner=352, n_keys=32, block_size=256,
-           batch_tokens=4096, max_iters=2000, eval_interval=250, eval_tokens=131072,
+           batch_tokens=4096, max_iters=2000, eval_interval=500, eval_tokens=131072,
            sample_tokens=0)                                     # CPT: 8.2M tokens
 gpu = dict(depth=8, n_embd=512, n_head=8, n_kv_head=4, n_inner=1408, n_keys=64, block_size=1024,
            batch_tokens=65536, max_iters=192, eval_interval=24, eval_tokens=1048576,
