@@ -5,9 +5,9 @@ A comparison of memories is one of tuned models, or it compares luck with rates.
 of what Muon does not take; the first ones are the papers' (LIMe's: 1e-3) times 3, 9 and 27, and 81
 where 27 was best. They are constant until they fall to zero over the last 40%, as in MoVE's recipe,
 in which one rate moves all, Muon's too: nanochat's, a third of it and three times it. The memories
-of MoVE and UltraMemV2 learn at this rate, too, and have rows of their own; LIMe's routers have a
-rate of their own and HierMem's bank a fraction. So has what starts from a trained baseline, the
-best one.
+of MoVE and UltraMemV2 learn at this rate, too, and have rows of their own; UltraMemV2's values have
+rows that begin with a third, 3 or 9 times that, falling to it; LIMe's routers have a rate of their
+own and HierMem's bank a fraction. So has what starts from a trained baseline, the best one.
 """
 from experiments.which_memory import cpu, gpu, models, prepare
 
@@ -44,6 +44,9 @@ for title, factor in (("LIMe", 81), ("MIDUS base", 81), ("MIDUS base", 243)):
 for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
+for part in (1 / 3, 3, 9):
+    add(f"UltraMemV2 memory, values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
+        value_lr=part, value_lr_until=1.0)
 for rate in (1e-3, 3e-3, 1e-2):
     add(f"LIMe routers {rate:.2g} at", "LIMe 0.081", 0.081, router_lr=rate / 0.081)
 for part in (1, 3, 9, 27):
