@@ -45,7 +45,7 @@ for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
 for part in (1 / 3, 3, 9):
-    add(f"UltraMemV2 memory, values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
+    add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
 for rate in (1e-3, 3e-3, 1e-2):
     add(f"LIMe routers {rate:.2g} at", "LIMe 0.081", 0.081, router_lr=rate / 0.081)
