@@ -61,7 +61,8 @@ class Tiers:
     """A model whose levels can be put on any tier, and the checkpoint they come from."""
 
     def __init__(self, config, path, device):
-        self.path, self.device = path, device
+        self.path = path
+        self.device = device
         with torch.device("meta"):
             self.model = Model(config)
         self.model.to_empty(device="cpu")
@@ -128,7 +129,10 @@ def measure(tiers, placement, rounds, tokens):
     """-> ms of each level; bytes that these came from disk; ms of a next prompt with another leaf
     under the same parent; ms to the first token"""
     nodes = tiers.model.config.nodes
-    fetches, read, again, first = [], [], [], []
+    fetches = []
+    read = []
+    again = []
+    first = []
     leaves = random.Random(0).sample(range(0, nodes[-1], 2), rounds)
     for leaf in leaves:
         tiers.place(placement)
@@ -182,7 +186,8 @@ def main(argv):
         found = {}
         measure(tiers, ("memory",) * len(sizes), 1, c.prompt)                  # to warm up
         for name, placement in placements(len(sizes), device).items():
-            row = found[name] = measure(tiers, placement, c.rounds, c.prompt)
+            row = measure(tiers, placement, c.rounds, c.prompt)
+            found[name] = row
             shown = "".join(f"{ms:9.1f}" for ms in [*row["levels_ms"], row["ms"]])
             print(f"{name:24}{shown}{row['disk_mb']:9.1f} MB{row['next_ms']:9.1f}"
                   f"{row['token_ms']:9.1f}", flush=True)
