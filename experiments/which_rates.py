@@ -60,7 +60,7 @@ for factor in (1, 3, 9):
         init_from="@HierMem 0.045", dense=True)
     add("HierMem post-hoc", "HierMem 0.045", factor * 5e-3,
         init_from="@HierMem 0.045", memory="ffn", frozen=True, memory_lr=1 / 3)
-# MIDUS gains nothing at any of these rates: the optimizer, Muon's rate, a norm of the queries.
+# What else MIDUS may want: another optimizer, a lower rate of Muon, a norm of its queries.
 adamw = dict(optimizer="adamw", schedule="cosine")
 for title, keys in {
         "AdamW 0.0005": dict(adamw, learning_rate=5e-4),
