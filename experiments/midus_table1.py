@@ -8,8 +8,8 @@ on, as WikiText is in the paper; its numbers are the log of those perplexities. 
 the new text held out, which rewards whoever trains most, retention_loss that of the old, which
 rewards whoever trains least. blimp, in place of the paper's seven zero-shot tasks, is the share of
 BLiMP's minimal pairs of which the grammatical sentence is likelier (0.5: by chance).
-midus_rates.py, which has not run on these texts, is to find each method's rate: the one with the
-best unseen_loss. Until then all have the recipe's.
+midus_rates.py finds each method's rate: the one with the best unseen_loss. Until all its rows are
+there, this table has the recipe's rate for all.
 
 There is one base; the seeds are those of what comes after. "base on old" is what as many tokens of
 the old domain would still have given the base: if more than 0.01, it was not trained to its end.
