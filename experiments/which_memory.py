@@ -245,8 +245,11 @@ def draw_growth(found, file):
             x, y, bounds = zip(*points)
             axes.errorbar(x, y, yerr=bounds, fmt="o-", capsize=4, label=title)
     axes.axhline(0, color="grey", linewidth=1)
-    axes.set(xscale="log", xlabel="tokens", ylabel="gain in bits per byte",
+    places = sorted(map(tokens, found.values()))
+    axes.set(xscale="log", xticks=places, xticklabels=[f"{n / 1e6:.1f}M" for n in places],
+             xlabel="tokens of training", ylabel="gain in bits per byte",
              title="What a memory gains as the text grows")
+    axes.minorticks_off()
     axes.legend()
     figure.savefig(file, dpi=120)
 
