@@ -58,7 +58,8 @@ def test_bank_tiers_times_every_placement(measure, monkeypatch, tmp_path):
     for name, row in found["placements"].items():
         assert f"\n{name} " in said
         assert len(row["levels_ms"]) == 2
-        assert min(*row["levels_ms"], row["ms"], row["next_ms"], row["token_ms"]) > 0
+        assert min(row["levels_ms"]) > 0
+        assert min(row["ms"], row["next_ms"], row["token_ms"]) > 0
     assert min(found["anchor_token_ms"], found["load_ms"]) > 0
     assert not (tmp_path / "ckpt.pt").exists()
 
@@ -71,11 +72,14 @@ def test_bank_tiers_fetches_the_same_block_from_everywhere(tmp_path):
     maps = Path("/proc/self/maps")
     for placement in bank_tiers.placements(2, "cpu").values():
         tiers.place(placement)
-        spans = re.findall(rf"(?m)^(\w+)-(\w+) .*{path}$", maps.read_text())
+        found = re.findall(rf"(?m)^(\w+)-(\w+) .*{path}$", maps.read_text())
+        spans = [range(int(a, 16), int(b, 16)) for a, b in found]
         for tier, level, table in zip(placement, tiers.levels, wanted):
-            here = any(int(a, 16) <= level.table.data_ptr() < int(b, 16) for a, b in spans)
+            place = level.table.data_ptr()
+            here = any(place in span for span in spans)
             assert here == (tier in ("warm", "cold"))
-            assert level(torch.tensor([1]), "cpu").flatten().equal(table[1])
+            block = level(torch.tensor([1]), "cpu")
+            assert block.flatten().equal(table[1])
     tiers.load()
     assert str(path) not in maps.read_text()                   # or it would not leave the cache
 
