@@ -33,7 +33,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
 from experiments.run import options
-from experiments.tasks import batched_loss, read_jsonl, recall
+from experiments.tasks import batched_loss, read_jsonl, read_pairs, recall
 from prepare_fineweb import ConfigError, TokenShards, find_dataset, guard, load_meta, need
 
 # ---------------------------------------------------------------- settings: --key=value
@@ -229,7 +229,7 @@ def read_blimp(folder, task):
     paths = sorted(Path(folder).glob(f"{task}.jsonl*"))
     need(paths, f"--blimp={folder} has no {task}.jsonl or .jsonl.xz: it must be the data folder of "
          "BLiMP (github.com/alexwarstadt/blimp)")
-    return [(row["sentence_good"], row["sentence_bad"]) for row in read_jsonl(paths[0])]
+    return read_pairs(paths[0])
 
 
 def probe_blimp(model, tok, folder, c):

@@ -1,7 +1,7 @@
 """
 Hierarchical memories: how long a prompt waits for its blocks when the bank lies on a slower tier.
 
-    python experiments/bank_tiers.py          # 3.7 GB in out/bank_tiers while it runs; Linux
+    python experiments/bank_tiers.py          # 3.8 GB in out/bank_tiers while it runs; Linux
 
 The shape of the paper's 160M anchor (openlm_160m) with a bank of 8, 64 and 512 nodes, random
 numbers in fp32. Figure 5 reckons with hardware that it imagines: 38 ms if each level lies on a tier

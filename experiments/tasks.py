@@ -558,16 +558,19 @@ def pair_files(folder):
     return sorted(Path(folder).glob("*.jsonl")) + sorted(Path(folder).glob("*.jsonl.xz"))
 
 
+def read_pairs(path):
+    """[(good sentence, bad sentence)] of one of BLiMP's sets."""
+    with reading(path, "has no sentence_good and sentence_bad in each line"):
+        return [(row["sentence_good"], row["sentence_bad"]) for row in read_jsonl(path)]
+
+
 def write_pairs(c, folder, size=100):
     """pairs.jsonl: the tokens of the first pairs of every set, eot before each sentence."""
     tok = get_tokenizer(str(folder))
     rows = []
     for path in pair_files(c.pairs):
-        with reading(path, "has no sentence_good and sentence_bad in each line"):
-            for row in read_jsonl(path)[:size]:
-                good, bad = row["sentence_good"], row["sentence_bad"]
-                rows.append({"good": [tok.eot, *tok.encode(good)],
-                             "bad": [tok.eot, *tok.encode(bad)]})
+        for good, bad in read_pairs(path)[:size]:
+            rows.append({"good": [tok.eot, *tok.encode(good)], "bad": [tok.eot, *tok.encode(bad)]})
     write_jsonl(folder / "pairs.jsonl", rows)
 
 

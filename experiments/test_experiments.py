@@ -900,7 +900,7 @@ def test_domains_are_three_folders_and_evaluations_give_all_losses(texts, tmp_pa
 
 
 def test_pairs_are_won_by_the_likelier_sentence(texts, tmp_path):
-    """Of two sets the first 100 pairs; a model for which a token's log P is its rank."""
+    """The first 100 pairs of each set; log P of sentences of unequal length in one batch."""
     source = tmp_path / "blimp"
     for name, n in (("a", 3), ("b", 130)):
         write_jsonl(source / f"{name}.jsonl",
