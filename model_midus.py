@@ -63,6 +63,7 @@ class Config:
     n_keys: int = 64              # n, row sub-keys, and column sub-keys, of a head: n*n slots
     top_k: int = 4                # k, slots that a head reads for a token
     r: int = -1                   # width of the latent values; -1: d_h
+    value_lr: float = 1.0         # rate of the values, in units of the other memory tensors'; ours
     queries: str = ""             # Table 11's: batch_norm | layer_norm | residual | out_proj
 
     def check(self, ok, fields, rule):
@@ -92,6 +93,7 @@ class Config:
         self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head",
                    "n_head must be a multiple of n_kv_head")
         self.check(1 <= self.top_k <= self.n_keys ** 2, "top_k n_keys", "needs top_k <= n_keys^2")
+        self.check(self.value_lr > 0, "value_lr", "must be more than 0")
         if self.rope_scaling:
             factor, low, high, context = map(float, self.rope_scaling.split(":"))
             self.check(low < high, "rope_scaling", "factor:low:high:context needs low < high")
@@ -478,22 +480,29 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """The memories at the highest rate throughout and without decay (section E.2 says so of
         keys and values; W_h and the other memories' matrices go with them here), the rest on the
-        schedule; nothing of what is frozen."""
+        schedule; nothing of what is frozen. Adam moves an entry by no more than the rate a step, so
+        that in a short run values, which start at 0, stay small beside a stream of 5 to 20: they
+        may have value_lr times the rate."""
+        values = []
         memories = []
         matrices = []
         vectors = []
         for name, p in self.named_parameters():
             if not p.requires_grad:
                 continue
-            if ".memory." in name:
+            if name.endswith("memory.values"):
+                values.append(p)
+            elif ".memory." in name:
                 memories.append(p)
             elif p.ndim > 1:
                 matrices.append(p)
             else:
                 vectors.append(p)
         common = dict(kind="adamw", lr=learning_rate)
+        fixed = dict(common, weight_decay=0.0, schedule=False)
         groups = [
-            dict(common, params=memories, weight_decay=0.0, schedule=False),
+            dict(fixed, params=values, lr=self.config.value_lr * learning_rate),
+            dict(fixed, params=memories),
             dict(common, params=matrices, weight_decay=weight_decay, schedule=True),
             dict(common, params=vectors, weight_decay=0.0, schedule=True),
         ]
@@ -556,7 +565,7 @@ def start(path, ckpt, fields):
     model.load_state_dict(ckpt["model"])
     have = vars(model.config)
     grows = have["upscale"] == "base" and fields.get("upscale", "base") != "base"
-    free = ["phase", "block_size"]
+    free = ["phase", "block_size", "value_lr"]
     if grows:
         free += ["upscale", "inserted", "placement", "memory", "n_keys", "top_k", "r", "queries"]
     for key, value in fields.items():

@@ -2621,12 +2621,13 @@ def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
 
 @parametrize("phase", ["", "cpt", "sft"])
 def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase):
-    model = midus_grown(phase=phase, queries="layer_norm")
+    model = midus_grown(phase=phase, queries="layer_norm", value_lr=30.0)
     groups = dict(groups_by_name(model, "adamw", 0.1, 0.01))
     for name, group in groups.items():
         scheduled = ".memory." not in name
         decays = scheduled and not name.endswith(("norm.weight", "bias"))
-        wanted = (0.1, scheduled, 0.01 if decays else 0)
+        rate = 30.0 * 0.1 if name.endswith(".values") else 0.1
+        wanted = (rate, scheduled, 0.01 if decays else 0)
         assert (group["lr"], group["schedule"], group["weight_decay"]) == wanted
     assert groups.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     assert ("embed.weight" in groups) == (phase != "cpt")
@@ -2720,8 +2721,8 @@ def test_midus_start_grows_a_base_once():
     wanted = vars(base.config) | dict(upscale="midus", n_keys=3, block_size=8, inserted=3)
     assert grown == wanted | dict(phase="cpt")
     model = model_midus.Model(model_midus.Config(**grown))
-    again = midus_start(model, phase="sft", upscale="midus")   # the same model, all of it trains
-    assert again == wanted | dict(phase="sft")
+    again = midus_start(model, phase="sft", upscale="midus", value_lr=3.0)      # the same model
+    assert again == wanted | dict(phase="sft", value_lr=3.0)
     with pytest.raises(ValueError, match="already deeper"):
         model_midus.upscale(model)
 
@@ -3177,6 +3178,7 @@ midus       inserted=4              inserted=4
 midus       top_k=26 n_keys=5       top_k=26, n_keys=5
 midus       n_embd=34               n_embd=34
 midus       n_kv_head=3             n_kv_head=3
+midus       value_lr=0.0            value_lr=0.0: must be more than 0
 midus       rope_scaling=32:4:1:8192        rope_scaling='32:4:1:8192'
 hiermem     n_head=3 n_kv_head=2    n_head must be a multiple of n_kv_head
 hiermem     eot=61                  eot=61, vocab_size=61: eot must be a token

@@ -2,7 +2,7 @@
 length: two of the base (1.5e-3, 3e-3) by two of the routers (3e-3, 1e-2).
 
 DenseFormer and Hyper-Connections learn their mixing weights at the routers' rate. LLaMA, which has
-neither, has a third base rate.
+neither, has two more base rates.
 """
 from experiments.lime_routers import cpu, gpu, prepare
 
@@ -20,7 +20,7 @@ models = {
 }
 variants = {}
 baseline = {}
-for rate in (7.5e-4, 1.5e-3, 3e-3):
+for rate in (1.5e-3, 3e-3, 6e-3, 1.2e-2):
     variants[f"LLaMA {rate:g}"] = (dict(dense=True, learning_rate=rate), None)
     baseline[f"LLaMA {rate:g}"] = "LLaMA 0.0015"
 for title, keys in models.items():

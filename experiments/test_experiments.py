@@ -670,9 +670,10 @@ def test_the_area_of_learned_against_kept():
         x = 2. if name.startswith("MIDUS") else 3.
         rows[name] = {0: dict(retention_loss=x, val_loss=x)}
     rows["SOLAR 0.002"] = {0: dict(retention_loss=2., val_loss=5.)}
-    _, _, hml, *_, solar = midus_rates.area_table(rows).splitlines()
+    _, _, hml, *_, solar, fast_values = midus_rates.area_table(rows).splitlines()
     assert hml.startswith("| MIDUS-HML | 3.0000 |")
     assert solar == "| SOLAR | 0.0000 | sign agrees (1 seed) |"
+    assert fast_values == "| MIDUS-HML values 30x | 3.0000 | sign differs (1 seed) |"
     assert "| SOLAR | - | not run |" in midus_rates.area_table({**rows, "SOLAR 0.002": {}})
 
 
