@@ -569,11 +569,14 @@ def claim_line(claim, d, printed=(), trend="-"):
 
 
 def table(exp, opt, rows):
-    """Markdown: one line per variant, one per claim."""
+    """Markdown: one line per variant that has run, one per claim."""
     lines = [f"# {exp.name}, scale {opt.scale}", "", (exp.__doc__ or "").strip(), ""]
     lines += heading(["variant", "parameters", exp.metric, f"minus {exp.minus}", "paper",
                       "paper's difference", *exp.also, "MFLOP a token", "step time", "seeds"])
-    lines += [variant_line(exp, opt.scale, rows, name) for name in exp.variants]
+    lines += [variant_line(exp, opt.scale, rows, name) for name in exp.variants if rows[name]]
+    missing = [name for name in exp.variants if not rows[name]]
+    if missing:
+        lines += ["", f"Not run: {'; '.join(missing)}."]
     if exp.claims:
         lines += ["", *heading(CLAIM_HEAD)]
     for a, b, column in pairs(exp):
