@@ -1,8 +1,8 @@
 """LIMe: the learning rates at which each model of lime_routers.py is best, at a quarter of its
-length: two of the base (1.5e-3, 3e-3) by two of the routers (3e-3, 1e-2).
+length: three of the base (1.5e-3, 3e-3, 6e-3) by two of the routers (3e-3, 1e-2).
 
 DenseFormer and Hyper-Connections learn their mixing weights at the routers' rate. LLaMA, which has
-neither, has two more base rates.
+neither, has one more base rate.
 """
 from experiments.lime_routers import cpu, gpu, prepare
 
@@ -24,7 +24,7 @@ for rate in (1.5e-3, 3e-3, 6e-3, 1.2e-2):
     variants[f"LLaMA {rate:g}"] = (dict(dense=True, learning_rate=rate), None)
     baseline[f"LLaMA {rate:g}"] = "LLaMA 0.0015"
 for title, keys in models.items():
-    for rate in (1.5e-3, 3e-3):
+    for rate in (1.5e-3, 3e-3, 6e-3):
         for routers in (3e-3, 1e-2):
             name = f"{title} {rate:g} routers {routers:g}"
             rates = dict(learning_rate=rate, router_lr=routers / rate)

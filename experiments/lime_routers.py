@@ -4,7 +4,8 @@ The paper's numbers are the log of its perplexities at 150M parameters, from two
 LLaMAs differ by 0.0006. Its first-j there also reads the layer before. It prints no losses of
 DenseFormer and Hyper-Connections, nor numbers for its findings on the routers' start, rate and
 decay. At scale cpu the rate is 3e-3, LLaMA's best of four in lime_rates.py, with mixing weights at
-1e-2. Muon rows come last: optimizer and rate decide the sign here.
+1e-2. The published code starts K and V of LIMe alone with variance 1/(3d): "published start", and
+LLaMA with it. Muon rows come last: optimizer and rate decide the sign here.
 """
 from math import log
 
@@ -20,6 +21,7 @@ cpu = dict(depth=8, n_embd=128, n_head=8, block_size=256, batch_tokens=4096, max
            eval_interval=250, eval_tokens=131072, sample_tokens=0, optimizer="adamw",
            learning_rate=3e-3, router_lr=10 / 3)                # 8.2M tokens a run
 gpu = dict(preset="150m", block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=125)
+published = dict(cpu=dict(kv_init=(3 * 128) ** -0.5), gpu=dict(kv_init=(3 * 768) ** -0.5))
 muon = dict(optimizer="muon", schedule="wsd", learning_rate=1e-2)
 variants = {
     "LLaMA": (dict(dense=True), log(16.4611)),
@@ -39,6 +41,8 @@ variants = {
     "random init": (dict(router_init="random"), None, 1),
     "router decay": (dict(router_decay=0.1), None, 1),
     "slow routers": (dict(cpu=dict(router_lr=1.0), gpu=dict(router_lr=1.0)), None),
+    "LIMe published start": (published, None),
+    "LLaMA published start": (dict(published, dense=True), None),
     "LLaMA Muon": (dict(muon, dense=True), None),
     "LIMe Muon": (dict(muon, router_lr=1.0), None),
 }
@@ -47,5 +51,6 @@ claims = [
     "LLaMA > DenseFormer > Hyper-Connections > LIMe",
     "LLaMA > last-2 > last-4 > last-6 > first-2 > LIMe", "first-4 > LIMe", "first-6 > LIMe",
     "LLaMA > per-dim > LIMe", "dynamic > LIMe", "random init > LIMe", "router decay > LIMe",
-    "slow routers > LIMe", "LLaMA > slow routers", "LLaMA Muon > LIMe Muon",
+    "slow routers > LIMe", "LLaMA > slow routers",
+    "LLaMA published start > LIMe published start", "LLaMA Muon > LIMe Muon",
 ]
