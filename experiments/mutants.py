@@ -231,6 +231,8 @@ MUTANTS = [
      'p.requires_grad_(name.startswith(("inserted.", "norm")))', "nothing_is_kept"),
     ("model_midus.py", "p.normal_(0, p.size(1) ** -0.5", "p.normal_(0, p.size(-1) ** -0.5",
      "initial_values and midus"),
+    ("model_midus.py", "lr=self.config.value_lr * learning_rate", "lr=learning_rate",
+     "fixed_rate"),
     ("model_midus.py", "layer.values[self.config.n_head * self.config.top_k:]",
      "layer.values[self.config.top_k:]", "slots_and"),
     ("model_midus.py", 'if key not in free and value not in (-1, "", have[key]):',
