@@ -60,11 +60,14 @@ for factor in (1, 3, 9):
         init_from="@HierMem 0.045", dense=True)
     add("HierMem post-hoc", "HierMem 0.045", factor * 5e-3,
         init_from="@HierMem 0.045", memory="ffn", frozen=True, memory_lr=1 / 3)
-# What else MIDUS may want: another optimizer, a lower rate of Muon, a norm of its queries.
+# What else MIDUS may want: another optimizer, faster values, a norm of its queries, a lower rate of
+# Muon.
 adamw = dict(optimizer="adamw", schedule="cosine")
 for title, keys in {
         "AdamW 0.0005": dict(adamw, learning_rate=5e-4),
         "AdamW 0.002": dict(adamw, learning_rate=2e-3),
+        "AdamW 0.002 values 10x": dict(adamw, learning_rate=2e-3, value_lr=10.0),
+        "AdamW 0.002 values 100x": dict(adamw, learning_rate=2e-3, value_lr=100.0),
         "AdamW 0.006 batch norm": dict(adamw, learning_rate=6e-3, queries="batch_norm"),
         "Muon 0.0005": dict(optimizer="muon", schedule="wsd", muon_lr=5e-4, learning_rate=6e-3),
 }.items():
