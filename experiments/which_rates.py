@@ -49,6 +49,9 @@ for part in (1 / 3, 3, 9):
         value_lr=part, value_lr_until=1.0)
 for rate in (1e-3, 3e-3, 1e-2):
     add(f"LIMe routers {rate:.2g} at", "LIMe 0.081", 0.081, router_lr=rate / 0.081)
+published = dict(kv_init=(3 * 128) ** -0.5)                     # of the published LIMe's K and V
+add("LIMe published start at", "LIMe 0.081", 0.081, router_lr=1e-2 / 0.081, **published)
+add("LIMe dense published start at", "LIMe 0.081", 0.081, dense=True, **published)
 for part in (1, 3, 9, 27):
     add(f"HierMem memory 1/{part} at", "HierMem 0.045", 0.045, memory_lr=1 / part)
 for factor in (1, 3, 9):
