@@ -54,5 +54,6 @@ claims = [
     "LLaMA > last-2 > last-4 > last-6 > first-2 > LIMe", "first-4 > LIMe", "first-6 > LIMe",
     "LLaMA > per-dim > LIMe", "dynamic > LIMe", "random init > LIMe", "router decay > LIMe",
     "slow routers > LIMe", "LLaMA > slow routers",
+    "LLaMA > LIMe published start", "LIMe > LIMe published start",
     "LLaMA published start > LIMe published start", "LLaMA Muon > LIMe Muon",
 ]

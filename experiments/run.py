@@ -568,6 +568,11 @@ def claim_line(claim, d, printed=(), trend="-"):
     return line([claim, text(d, "+"), text(printed, "+"), trend, str(len(d)), verdict(d)])
 
 
+def first_of(names, size):
+    more = f" and {len(names) - size} more" if len(names) > size else ""
+    return "; ".join(names[:size]) + more
+
+
 def table(exp, opt, rows):
     """Markdown: one line per variant that has run, one per claim."""
     lines = [f"# {exp.name}, scale {opt.scale}", "", (exp.__doc__ or "").strip(), ""]
@@ -576,7 +581,7 @@ def table(exp, opt, rows):
     lines += [variant_line(exp, opt.scale, rows, name) for name in exp.variants if rows[name]]
     missing = [name for name in exp.variants if not rows[name]]
     if missing:
-        lines += ["", f"Not run: {'; '.join(missing)}."]
+        lines += ["", f"Not run: {first_of(missing, 8)}."]
     if exp.claims:
         lines += ["", *heading(CLAIM_HEAD)]
     for a, b, column in pairs(exp):
@@ -621,9 +626,7 @@ def claims_table():
             exp = load_experiment(path, "gpu")
             waiting = [claim_text(exp, *pair) for pair in pairs(exp)]
         if waiting:
-            more = f" and {len(waiting) - 4} more" if len(waiting) > 4 else ""
-            names = "; ".join(waiting[:4]) + more
-            lines.append(line([path.stem, names, "-", "-", "-", "0", "not run"]))
+            lines.append(line([path.stem, first_of(waiting, 4), "-", "-", "-", "0", "not run"]))
     return "# Every claim and its verdict\n\n" + "\n".join(lines) + "\n"
 
 

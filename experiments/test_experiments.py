@@ -516,13 +516,14 @@ def test_an_experiment_here_fits_its_models(path, scale):
 
 
 def test_tables_on_a_cpu_are_long_enough():
-    """8M tokens in batches of 4,096 or more, but for tasks, sweeps of rates and the like;
-    which_memory's longest length is the one that counts."""
+    """8M tokens in batches of 4,096 or more, but for tasks, sweeps of rates, instructions (one epoch)
+    and the like; which_memory's longest length is the one that counts."""
     for path in TABLES:
         scale = "cpu_16M" if path.stem == "which_memory" else "cpu"
         exp = runner.load_experiment(path, scale)
         rates = 1.9e6 if "rates" in path.stem else 8e6
-        least = dict(which_rates=0.9e6, mine=0.9e6, bfloat16=1.9e6).get(path.stem, rates)
+        shortest = dict(which_rates=0.9e6, mine=0.9e6, bfloat16=1.9e6, midus_sft=1.8e6)
+        least = shortest.get(path.stem, rates)
         for name in exp.variants:
             chosen = runner.settings(exp, scale, name)
             tokens = chosen["max_iters"] * chosen["batch_tokens"]
