@@ -516,8 +516,8 @@ def test_an_experiment_here_fits_its_models(path, scale):
 
 
 def test_tables_on_a_cpu_are_long_enough():
-    """8M tokens in batches of 4,096 or more, but for tasks, sweeps of rates, an epoch of instructions
-    and the like; which_memory's longest length is the one that counts."""
+    """8M tokens in batches of 4,096 or more, but for tasks, sweeps of rates, one epoch of
+    instructions and the like; which_memory's longest length is the one that counts."""
     for path in TABLES:
         scale = "cpu_16M" if path.stem == "which_memory" else "cpu"
         exp = runner.load_experiment(path, scale)
