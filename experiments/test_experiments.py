@@ -484,7 +484,11 @@ def model_config(exp, scale, name, vocab_size=4096):
     fields |= dense | {"vocab_size": vocab_size}
     if "preset" in chosen:
         return module.Config(**module.PRESETS[chosen["preset"]] | fields)
-    return module.Config.from_depth(chosen["depth"], **fields)
+    if "depth" in chosen:
+        return module.Config.from_depth(chosen["depth"], **fields)
+    other, _, start = chosen["init_from"][1:].rpartition("/")  # all is the checkpoint's
+    base = runner.load_experiment(ROOT / f"experiments/{other}.py", scale)
+    return module.Config(**vars(model_config(base, scale, start)) | fields)
 
 
 @parametrize("scale", ["cpu", "gpu"])
@@ -509,7 +513,7 @@ def test_an_experiment_here_fits_its_models(path, scale):
         if start.startswith("@"):                              # also of another experiment
             other, _, base_name = start[1:].rpartition("/")
             base = runner.load_experiment(path.with_stem(other or path.stem), scale)
-            assert base.prepare == exp.prepare or path.stem == "lime_prosqa"
+            assert base.prepare == exp.prepare or path.stem in ("lime_prosqa", "midus_sft")
             dense = runner.settings(base, scale, base_name).get("dense")
             own = {"upscale", "dense", "memory"} & chosen.keys()
             assert own or not dense, f"{name}: the checkpoint's memory, none, is kept"
