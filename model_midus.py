@@ -480,9 +480,8 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """The memories at the highest rate throughout and without decay (section E.2 says so of
         keys and values; W_h and the other memories' matrices go with them here), the rest on the
-        schedule; nothing of what is frozen. Adam moves an entry by no more than the rate a step, so
-        that in a short run values, which start at 0, stay small beside a stream of 5 to 20: they
-        may have value_lr times the rate."""
+        schedule; nothing of what is frozen. Values start at 0, and Adam moves them by no more than
+        the rate a step: in a short run they may need value_lr times the rate."""
         values = []
         memories = []
         matrices = []

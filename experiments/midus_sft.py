@@ -1,10 +1,9 @@
-"""MIDUS, Table 1, SFT: after continued pre-training, supervised fine-tuning of all parameters keeps
-the methods' order.
+"""MIDUS, Table 1, SFT: HML is still ahead after supervised fine-tuning of all parameters.
 
 Starts from the best rows of midus_rates.py so far; one epoch over instructions with answers.
-val_loss is that of held-out answers alone, in nats a token; the paper's columns are others. Its
-rate is a tenth of its CPT's; here a quarter, for the run is short. data/instruct.jsonl.xz is a file
-of records like Alpaca's.
+val_loss is that of held-out answers alone, in nats a token; the paper's columns are others. The
+paper's rate is a tenth of its CPT's; here it is a quarter, for the run is short.
+data/instruct.jsonl.xz is a file of records like Alpaca's.
 """
 model = "midus"
 metric = "val_loss"
