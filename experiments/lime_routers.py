@@ -3,10 +3,10 @@
 The paper's numbers are the log of its perplexities at 150M parameters, from two tables whose
 LLaMAs differ by 0.0006. Its first-j there also reads the layer before. It prints no losses of
 DenseFormer and Hyper-Connections, nor numbers for its findings on the routers' start, rate and
-decay. At scale cpu the rate is 3e-3, the best in lime_rates.py; routers have the paper's 1e-2, "slow
-routers" 3e-3. The published code starts K and V of LIMe with variance 1/(3d), and so do the rows
-"published start": at the paper's width of 768 that is the 0.02 of all other matrices, at 128 it is
-0.051. Muon rows come last: optimizer and rate decide the sign here.
+decay. At scale cpu the rate is 3e-3, the best in lime_rates.py; routers have the paper's 1e-2,
+"slow routers" 3e-3. The published code starts K and V of LIMe with variance 1/(3d), and so do the
+rows "published start": at the paper's width of 768 that is the 0.02 of all other matrices, at 128
+it is 0.051. Muon rows come last: optimizer and rate decide the sign here.
 """
 from math import log
 
