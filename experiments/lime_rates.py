@@ -1,21 +1,23 @@
 """LIMe: the learning rates at which each model of lime_routers.py is best, at a quarter of its
 length: three of the base (1.5e-3, 3e-3, 6e-3) by two of the routers (3e-3, 1e-2).
 
+The warm-up is as long as the table's, not a quarter of it.
 DenseFormer and Hyper-Connections learn their mixing weights at the routers' rate. LLaMA, which has
 neither, has one more base rate.
 """
-from experiments.lime_routers import cpu, gpu, prepare
+from experiments.lime_routers import cpu, gpu, prepare, start
 
 model = "lime"
 metric = "val_loss"
 seeds = 1
-cpu = dict(cpu, max_iters=500)
-gpu = dict(gpu, max_iters=250)
+cpu = dict(cpu, max_iters=500, warmup=0.4)
+gpu = dict(gpu, max_iters=250, warmup=0.4)
 models = {
-    "LIMe": dict(), "average": dict(router="average"), "no-head-mix": dict(router="no-head-mix"),
-    "last-2": dict(router="last-2"), "last-4": dict(router="last-4"),
-    "first-2": dict(router="first-2-prev"), "first-4": dict(router="first-4-prev"),
-    "per-dim": dict(router="per-dim"), "dynamic": dict(router="dynamic"),
+    "LIMe": start, "average": dict(start, router="average"),
+    "no-head-mix": dict(start, router="no-head-mix"),
+    "last-2": dict(start, router="last-2"), "last-4": dict(start, router="last-4"),
+    "first-2": dict(start, router="first-2-prev"), "first-4": dict(start, router="first-4-prev"),
+    "per-dim": dict(start, router="per-dim"), "dynamic": dict(start, router="dynamic"),
     "DenseFormer": dict(baseline="denseformer"), "Hyper-Connections": dict(baseline="hyper"),
 }
 variants = {}
