@@ -34,7 +34,7 @@ prepare = dict(
     gpu="experiments/tasks.py facts --clusters=16,16 --text_chars=400000000 --per_bucket=416 "
         "--vocab_size=16384 --out=data/longtail_gpu")
 cpu = dict(depth=4, n_embd=128, batch_tokens=4096, max_iters=2000, eval_interval=250,
-           eval_tokens=131072, sample_tokens=0)                 # 8.2M tokens, one epoch
+           eval_tokens=131072, sample_tokens=0, warmup=0.1)     # 8.2M tokens, one epoch
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, sample_tokens=0)
 bank = dict(memory="ffn", generic=1 / 17, cpu=dict(ranks="24,64"), gpu=dict(ranks="128,320"))
 variants = {                                                    # a fetch of 9 to 10%

@@ -18,7 +18,7 @@ prepare = dict(
 shape = dict(depth=4, n_embd=32, n_head=4, n_inner=128, block_size=62, batch_size=256,
              batch_tokens=256 * 62, eval_tokens=62000, sample_tokens=0,
              schedule="wsd", warmdown=1.0)                      # falls from the warm-up's end on
-cpu = dict(shape, max_iters=1950, eval_interval=195)            # 10 epochs of 50,000 samples
+cpu = dict(shape, max_iters=1950, eval_interval=195, warmup=0.1)    # 10 epochs of 50,000 samples
 gpu = dict(shape, max_iters=39000, eval_interval=1950)          # 200 epochs
 variants = {
     "LLaMA 1e-3": (dict(dense=True, learning_rate=1e-3), .413),

@@ -16,7 +16,7 @@ prepare = dict(
     gpu="experiments/tasks.py prosqa --samples=18000 --tokenizer=gpt2 --out=data/prosqa")
 cpu = dict(depth=4, n_embd=128, n_head=4, batch_size=32, batch_tokens=32 * 357, max_iters=2250,
            eval_interval=281, eval_tokens=1000 * 357, optimizer="adamw", learning_rate=1e-3,
-           schedule="wsd", warmdown=0.9, sample_tokens=0)
+           schedule="wsd", warmup=0.1, warmdown=0.9, sample_tokens=0)
 gpu = dict(preset="150m", batch_size=16, batch_tokens=128 * 589, max_iters=1406, warmup=0.1,
            eval_interval=175, eval_tokens=1000 * 589, optimizer="adamw", learning_rate=1e-4,
            schedule="wsd", warmdown=0.9, sample_tokens=0)       # falls from the warm-up's end on

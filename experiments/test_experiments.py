@@ -521,7 +521,8 @@ def test_an_experiment_here_fits_its_models(path, scale):
 
 def test_tables_on_a_cpu_are_long_enough():
     """8M tokens in batches of 4,096 or more, but for tasks, sweeps of rates, one epoch of
-    instructions and the like; which_memory's longest length is the one that counts."""
+    instructions and the like; which_memory's longest length is the one that counts. AdamW from
+    scratch warms up for 100 steps or more."""
     for path in TABLES:
         scale = "cpu_16M" if path.stem == "which_memory" else "cpu"
         exp = runner.load_experiment(path, scale)
@@ -534,6 +535,11 @@ def test_tables_on_a_cpu_are_long_enough():
             shorter = re.search("same FLOPs|untouched|x1/", name)
             assert chosen["batch_tokens"] >= 4096
             assert tokens >= least or shorter, (path, name)
+            recipe = sample.load_module(chosen["model"]).RECIPE
+            optimizer = chosen.get("optimizer") or next(iter(recipe))
+            if optimizer == "adamw" and "init_from" not in chosen and path.stem != "bfloat16":
+                warmup = {**recipe[optimizer], **chosen}.get("warmup", 0.02)
+                assert warmup * chosen["max_iters"] >= 100, (path, name)
 
 
 def test_every_mutant_has_its_line():

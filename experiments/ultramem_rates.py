@@ -9,8 +9,8 @@ from experiments.ultramem_table3 import variants as ladder
 model = "ultramem"
 metric = "val_loss"
 seeds = 1
-cpu = dict(cpu, max_iters=250)
-gpu = dict(gpu, max_iters=250)
+cpu = dict(cpu, max_iters=250, warmup=0.4)                      # 100 steps, as in the table
+gpu = dict(gpu, max_iters=250, warmup=0.4)
 variants = {}
 baseline = {}
 for title, (keys, *_) in ladder.items():
