@@ -1,9 +1,9 @@
 """LIMe: the learning rates at which each model of lime_routers.py is best, at a quarter of its
-length: three of the base (1.5e-3, 3e-3, 6e-3) by two of the routers (3e-3, 1e-2).
+length: three of the base (3e-3, 6e-3, 1.2e-2) by two of the routers (3e-3, 1e-2).
 
 The warm-up is as long as the table's, not a quarter of it.
 DenseFormer and Hyper-Connections learn their mixing weights at the routers' rate. LLaMA, which has
-neither, has one more base rate.
+neither, has one more base rate, 2.4e-2.
 """
 from experiments.lime_routers import cpu, gpu, prepare, start
 
@@ -22,13 +22,13 @@ models = {
 }
 variants = {}
 baseline = {}
-for rate in (1.5e-3, 3e-3, 6e-3, 1.2e-2):
+for rate in (3e-3, 6e-3, 1.2e-2, 2.4e-2):
     variants[f"LLaMA {rate:g}"] = (dict(dense=True, learning_rate=rate), None)
-    baseline[f"LLaMA {rate:g}"] = "LLaMA 0.0015"
+    baseline[f"LLaMA {rate:g}"] = "LLaMA 0.003"
 for title, keys in models.items():
-    for rate in (1.5e-3, 3e-3, 6e-3):
+    for rate in (3e-3, 6e-3, 1.2e-2):
         for routers in (3e-3, 1e-2):
             name = f"{title} {rate:g} routers {routers:g}"
             rates = dict(learning_rate=rate, router_lr=routers / rate)
             variants[name] = (dict(keys, **rates), None)
-            baseline[name] = "LLaMA 0.0015"
+            baseline[name] = "LLaMA 0.003"
