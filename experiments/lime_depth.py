@@ -14,7 +14,7 @@ metric = "val_loss"
 seeds = 3
 cpu = dict(n_embd=64, n_head=8, block_size=256, batch_tokens=4096, max_iters=2000,
            eval_interval=250, eval_tokens=131072, sample_tokens=0, optimizer="adamw",
-           learning_rate=3e-3, router_lr=10 / 3, warmup=0.1)    # 8.2M tokens a run
+           learning_rate=6e-3, router_lr=10 / 6, warmup=0.1)    # 8.2M tokens a run
 gpu = dict(n_embd=256, n_head=8, n_inner=896, block_size=1024, batch_tokens=131072,
            max_iters=1000, eval_interval=125, warmup=0.1)
 depths = (8, 16, 32, 64, 128)

@@ -22,7 +22,7 @@ prepare = dict(
     gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
 cpu = dict(depth=8, n_embd=128, n_head=8, block_size=256, batch_tokens=4096, max_iters=2000,
            eval_interval=250, eval_tokens=131072, sample_tokens=0, optimizer="adamw",
-           learning_rate=3e-3, router_lr=10 / 3, warmup=0.1)    # 8.2M tokens a run
+           learning_rate=6e-3, router_lr=10 / 6, warmup=0.1)    # 8.2M tokens a run
 gpu = dict(preset="150m", block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=125,
            warmup=0.1)
 start = dict(cpu=dict(kv_init=(3 * 128) ** -0.5), gpu=dict(kv_init=(3 * 768) ** -0.5))
