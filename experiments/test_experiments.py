@@ -542,6 +542,16 @@ def test_tables_on_a_cpu_are_long_enough():
                 assert warmup * chosen["max_iters"] >= 100, (path, name)
 
 
+@parametrize("sweep, table", [("lime_rates", "lime_routers"),
+                              ("ultramem_rates", "ultramem_table3")])
+def test_a_sweep_warms_up_as_long_as_its_table(sweep, table):
+    steps = []
+    for name in (sweep, table):
+        exp = runner.load_experiment(ROOT / f"experiments/{name}.py", "cpu")
+        steps.append(exp.cpu["warmup"] * exp.cpu["max_iters"])
+    assert steps[0] == steps[1]
+
+
 def test_every_mutant_has_its_line():
     for name, right, *_ in mutants.MUTANTS:
         assert (ROOT / name).read_text(encoding="utf-8").count(right) == 1, (name, right)
