@@ -13,11 +13,11 @@ seeds = 1
 cpu = dict(cpu, max_iters=500, warmup=0.4)
 gpu = dict(gpu, max_iters=250, warmup=0.4)
 models = {
-    "LIMe": start, "LIMe as LLaMA starts": dict(),
-    "average": dict(start, router="average"), "no-head-mix": dict(start, router="no-head-mix"),
-    "last-2": dict(start, router="last-2"), "last-4": dict(start, router="last-4"),
-    "first-2": dict(start, router="first-2-prev"), "first-4": dict(start, router="first-4-prev"),
-    "per-dim": dict(start, router="per-dim"), "dynamic": dict(start, router="dynamic"),
+    "LIMe": dict(), "LIMe published start": start,
+    "average": dict(router="average"), "no-head-mix": dict(router="no-head-mix"),
+    "last-2": dict(router="last-2"), "last-4": dict(router="last-4"),
+    "first-2": dict(router="first-2-prev"), "first-4": dict(router="first-4-prev"),
+    "per-dim": dict(router="per-dim"), "dynamic": dict(router="dynamic"),
     "DenseFormer": dict(baseline="denseformer"), "Hyper-Connections": dict(baseline="hyper"),
 }
 variants = {}
