@@ -543,7 +543,8 @@ def test_tables_on_a_cpu_are_long_enough():
 
 
 @parametrize("sweep, table", [("lime_rates", "lime_routers"),
-                              ("ultramem_rates", "ultramem_table3")])
+                              ("ultramem_rates", "ultramem_table3"),
+                              ("hiermem_rates", "hiermem_table1")])
 def test_a_sweep_warms_up_as_long_as_its_table(sweep, table):
     steps = []
     for name in (sweep, table):
