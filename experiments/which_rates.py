@@ -7,7 +7,8 @@ where 27 was best. They are constant until they fall to zero over the last 40%, 
 in which one rate moves all, Muon's too: nanochat's, a third of it and three times it. The memories
 of MoVE and UltraMemV2 learn at this rate, too, and have rows of their own; UltraMemV2's values have
 rows that begin with a third, 3 or 9 times that, falling to it; LIMe's routers have a rate of their
-own and HierMem's bank a fraction. So has what starts from a trained baseline, the best one.
+own and HierMem's bank a fraction. So has what starts from a trained baseline, the best one. "Long
+warm-up" is 36 steps instead of 5.
 """
 from experiments.which_memory import cpu, gpu, models, prepare
 
@@ -52,6 +53,9 @@ for rate in (1e-3, 3e-3, 1e-2):
 published = dict(kv_init=(3 * 128) ** -0.5)                     # of the published LIMe's K and V
 add("LIMe published start at", "LIMe 0.081", 0.081, router_lr=1e-2 / 0.081, **published)
 add("LIMe dense published start at", "LIMe 0.081", 0.081, dense=True, **published)
+for title, rate in (("LIMe", 0.081), ("UltraMemV2", 36e-4), ("HierMem", 0.045)):
+    add(f"{title} long warm-up at", f"{title} {rate:.2g}", rate, dense=True, warmup=0.15)
+add("LIMe routers long warm-up at", "LIMe 0.081", 0.081, router_lr=1e-2 / 0.081, warmup=0.15)
 for part in (1, 3, 9, 27):
     add(f"HierMem memory 1/{part} at", "HierMem 0.045", 0.045, memory_lr=1 / part)
 for factor in (1, 3, 9):
