@@ -1,4 +1,4 @@
-"""Hierarchical memories, Table 1: the learning rates of each row, one seed, a quarter of its length.
+"""Hierarchical memories, Table 1: the learning rates of each row, one seed, a quarter as long.
 
 A frozen anchor has one rate, the bank's. Where both learn, the bank learns at the anchor's rate or
 at a ninth of it. Rows that go on start from hiermem_table1.py's anchor:
