@@ -24,7 +24,7 @@ cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_tokens=4096, max
            eval_interval=250, eval_tokens=131072, sample_tokens=0,
            warmup=0.1)                                          # 8.2M tokens a phase
 gpu = dict(preset="openlm_160m", clusters="16,16", ranks="256,64", block_size=1024,
-           batch_tokens=131072, max_iters=1000, eval_interval=125)
+           batch_tokens=131072, max_iters=1000, eval_interval=125, warmup=0.1)
 later = dict(init_from="@A1 anchor", cpu=dict(skip_steps=2000), gpu=dict(skip_steps=1000))
 memories = dict(later, weight_decay=1e-3, memory="ffn",
                 gpu=dict(skip_steps=1000, learning_rate=1e-4, min_lr=1e-5))     # A.2

@@ -5,10 +5,10 @@ LLaMAs differ by 0.0006. Its first-j there also reads the layer before. It print
 DenseFormer and Hyper-Connections, nor numbers for its findings on the routers' start, rate and
 decay.
 
-Routers learn at the paper's 1e-2, "slow routers" at the rate of all else. At scale cpu that is the
-best in lime_rates.py, and the warm-up takes the paper's 200 steps. The published code starts K and
-V of LIMe with variance 1/(3d), and so do the rows "published start": at the paper's width of 768
-that is the 0.02 of all other matrices, at 128 it is 0.051. Muon rows come last.
+Routers learn at the paper's 1e-2, "slow routers" at the rate of all else. At scale cpu that is
+LIMe's best in lime_rates.py, and the warm-up takes the paper's 200 steps. The published code starts
+K and V of LIMe with variance 1/(3d), and so do the rows "published start": at the paper's width of
+768 that is the 0.02 of all other matrices, at 128 it is 0.051. Muon rows come last.
 """
 from math import log
 

@@ -1,6 +1,6 @@
 """UltraMemV2, Table 3: the learning rate of each model, one seed, a quarter of the table's length.
 
-The first is the published one. Memory+'s values stay at 1e-3.
+The first rate is the published one. Memory+'s values stay at 1e-3.
 """
 from experiments.ultramem_table3 import cpu, gpu, prepare
 from experiments.ultramem_table3 import variants as ladder
