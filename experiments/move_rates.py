@@ -1,6 +1,8 @@
-"""MoVE: the bank's learning rate for each number of slots, at a quarter of move_table1.py's length.
+"""MoVE: learning rates, one seed, a quarter of move_table1.py's length.
 
-The rates are 1, 1/sqrt(M) and 1/M of the recipe's, with M = x L/2 slots in the bank.
+For each number of slots the bank's rate: 1, 1/sqrt(M) and 1/M of the recipe's, with M = x L/2 slots
+in the bank. And the rate that moves all others, Muon's too, at half and twice the recipe's 0.02,
+for the standard model and for MoVE x1.
 """
 from experiments.move_table1 import cpu, gpu, prepare
 
@@ -11,6 +13,9 @@ cpu = dict(cpu, max_iters=250)
 gpu = dict(gpu, max_iters=250)
 variants = {}
 baseline = {}
+for rate in (0.01, 0.02, 0.04):
+    variants[f"standard {rate:g}"] = (dict(dense=True, learning_rate=rate), None)
+    baseline[f"standard {rate:g}"] = "standard 0.02"
 for x in (1, 2, 4, 8):
     for name, power in (("1", 0), ("1/sqrt(M)", 0.5), ("1/M", 1)):
         keys = dict(memory="move", memory_scale=x,
@@ -18,3 +23,7 @@ for x in (1, 2, 4, 8):
                     gpu=dict(memory_lr=(6 * x) ** -power))
         variants[f"x{x} rate {name}"] = (keys, None)
         baseline[f"x{x} rate {name}"] = f"x{x} rate 1"
+for rate in (0.01, 0.04):
+    keys = dict(memory="move", memory_scale=1, learning_rate=rate)
+    variants[f"x1 at {rate:g}"] = (keys, None)
+    baseline[f"x1 at {rate:g}"] = "x1 rate 1"
