@@ -12,7 +12,8 @@ with these rows begin with four times that, for UltraMem and for V2: "values 4x"
 V2 by the appendix's equation instead of the published code, "as FFN" rows start as large as the
 FFN (OLMoE's eight gates do not sum to 1 and start 26 times smaller). "few slots" reads each slot
 about 20 times a step; the paper has 777, the other rows here 6. The published warm-up is 2% of a
-run; of 1,000 steps that is too few, so here it is 100.
+run; of 1,000 steps that is too few, so here it is 100. The published rate is 4e-4; at scale cpu
+ultramem_rates.py finds four times that best for the dense model and V2.
 """
 model = "ultramem"
 metric = "val_loss"
@@ -23,7 +24,7 @@ prepare = dict(
         "--out=data/fineweb_edu_bpe4096",
     gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
 cpu = dict(depth=4, block_size=256, batch_tokens=8192, max_iters=1000, eval_interval=125,
-           eval_tokens=131072, sample_tokens=0, learning_rate=4e-4, warmup=0.1)   # 8.2M tokens
+           eval_tokens=131072, sample_tokens=0, learning_rate=16e-4, warmup=0.1)  # 8.2M tokens
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=125,
            warmup=0.1)
 sizes = dict(cpu=dict(value_dim=64, pre_value_dim=64), gpu=dict(value_dim=192, pre_value_dim=192))
