@@ -427,22 +427,30 @@ def facts(c, folder):
     return dict(tokenizer="bpe", vocab_size=c.vocab_size, **tree)
 
 
-def fact_questions(c, tok):
-    """Rows of facts.jsonl: prompt, answer and options (first tokens), mentions, and whether the
-    sentence form is new."""
-    def first(word):
-        return tok.encode(f" {word}")[0]
+def telling_tokens(words, tok):
+    """The first tokens of each word, as many as tell it from all others."""
+    encoded = [tok.encode(f" {word}") for word in words]
+    found = []
+    for tokens in encoded:
+        n = 1
+        while sum(other[:n] == tokens[:n] for other in encoded) > 1:
+            n += 1
+        found.append(tokens[:n])
+    return found
 
+
+def fact_questions(c, tok):
+    """Rows of facts.jsonl: prompt, answer and options (each a list of tokens), mentions, and
+    whether the sentence form is new."""
     rows = []
     for thing in invented_facts(c.per_bucket, random.Random(c.seed)):
-        options = [first(word) for word in thing["options"]]
-        need(len(set(options)) == 8, f"vocab_size={c.vocab_size}: two of "
-             f"{', '.join(thing['options'])} begin with the same token: take more")
+        options = telling_tokens(thing["options"], tok)
+        answer = options[thing["options"].index(thing["value"])]
         for new, form in ((False, FORMS[2]), (True, NEW_FORM)):
             text = form.format(**thing)
-            rows.append(dict(text=text, prompt=[tok.eot, *tok.encode(text)],
-                             answer=first(thing["value"]), options=options, new=new,
-                             mentions=thing["mentions"], domain=thing["domain"]))
+            rows.append(dict(text=text, prompt=[tok.eot, *tok.encode(text)], answer=answer,
+                             options=options, new=new, mentions=thing["mentions"],
+                             domain=thing["domain"]))
     return rows
 
 
@@ -478,33 +486,57 @@ def plot_recall(axes, rows, form="recall", **style):
     axes.minorticks_off()
 
 
+def openings(row):
+    """What stands before a token of a row's options: the prompt and the option's tokens so far."""
+    found = {}
+    for option in row["options"]:
+        for n in range(len(option)):
+            found[(*row["prompt"], *option[:n])] = None         # a set that keeps its order
+    return list(found)
+
+
+def likeliest(row, known):
+    """The option of the highest probability. known: opening -> log P of every next token."""
+    scores = []
+    for option in row["options"]:
+        score = 0.0
+        for n, token in enumerate(option):
+            score += known[(*row["prompt"], *option[:n])][token].item()
+        scores.append(score)
+    return row["options"][scores.index(max(scores))]
+
+
 @torch.no_grad()
 def recall(model, folder, leaf="", batch_size=64):
     """{"recall": of the prompts in a form of the text, "recall_N": of those with N mentions,
     "new_N": in a new form}. leaf, for a model that fetches: "" the one that each prompt leads to,
     -1 the generic memory, None no memory, or a list with each prompt's."""
     rows = read_jsonl(Path(folder) / "facts.jsonl")
+    need(isinstance(rows[0]["answer"], list), f"{folder} is of an older tasks.py: make it again")
     fetches = "leaf" in inspect.signature(model.forward).parameters and "leaf" in rows[0]
     leaves = leaf
     if fetches and leaf == "":
         leaves = [row["leaf"] for row in rows]
     if leaf == -1:
         leaves = [-1] * len(rows)
+    device = next(model.parameters()).device
     right = defaultdict(list)                                   # (new, mentions) -> right or not
     for n in range(0, len(rows), batch_size):
         part = rows[n:n + batch_size]
-        prompts = [torch.tensor(row["prompt"]) for row in part]
-        idx = pad_sequence(prompts, batch_first=True)
-        idx = idx.to(next(model.parameters()).device)           # (B, T), padded on the right
-        context = {}
+        asked = {}                                              # opening -> place of its row
+        for place, row in enumerate(part, n):
+            asked |= dict.fromkeys(openings(row), place)
+        idx = pad_sequence([torch.tensor(tokens) for tokens in asked], batch_first=True)
+        context = {}                                            # idx (B, T), padded on the right
         if fetches:
-            some = leaves and torch.tensor(leaves[n:n + batch_size], device=idx.device)
-            context["leaf"] = some
-        logits = model(idx, **context)[0]                       # (B, T, vocab)
-        for row, at in zip(part, logits):
-            options = at[len(row["prompt"]) - 1, row["options"]]
-            likeliest = row["options"][int(options.argmax())]
-            right[row["new"], row["mentions"]].append(likeliest == row["answer"])
+            some = leaves and torch.tensor([leaves[place] for place in asked.values()])
+            context["leaf"] = some if some is None else some.to(device)
+        logits = model(idx.to(device), **context)[0]            # (B, T, vocab)
+        known = {}
+        for tokens, at in zip(asked, logits):
+            known[tokens] = at[len(tokens) - 1].log_softmax(-1).cpu()
+        for row in part:
+            right[row["new"], row["mentions"]].append(likeliest(row, known) == row["answer"])
     found = {"recall": mean(mean(right[False, m]) for m in MENTIONS)}
     for m in MENTIONS:
         found[f"recall_{m}"] = mean(right[False, m])

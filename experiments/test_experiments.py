@@ -781,7 +781,7 @@ class Knows(torch.nn.Module):
         logits = torch.zeros(*idx.shape, 1500)
         for row, at in zip(idx.tolist(), logits):
             for n in range(len(row)):
-                at[n, self.by_heart.get(tuple(row[:n + 1]), 1)] = 1
+                at[n, self.by_heart.get(tuple(row[:n + 1]), 1)] = 50
         return logits, None
 
 
@@ -982,12 +982,12 @@ def test_facts_are_mentioned_as_often_as_their_bucket_says(facts_folder):
     tok = get_tokenizer(str(folder))
     assert len(rows) == len({row["text"] for row in rows}) == 2 * 5 * 16
     for row in rows:
-        assert len({*row["options"]}) == 8
+        assert len({tuple(option) for option in row["options"]}) == 8
         assert row["answer"] in row["options"]
         assert row["prompt"] == [tok.eot, *tok.encode(row["text"])]
         name = re.search(r"(\w+),? is made of$", row["text"])[1]
         about = [sentence for sentence in told if name in sentence]
-        answer = row["text"] + tok.decode([row["answer"]])
+        answer = row["text"] + tok.decode(row["answer"])
         assert len(about) == row["mentions"]
         assert {sentence.split()[-1] for sentence in about} == {answer.split()[-1]}
         assert not row["new"] or answer not in about
@@ -1002,7 +1002,9 @@ def test_recall_is_by_mentions_and_by_form(facts_folder):
     for row in rows:
         wrong = [option for option in row["options"] if option != row["answer"]]
         knows = row["mentions"] >= (30 if row["new"] else 10)
-        by_heart[tuple(row["prompt"])] = row["answer"] if knows else wrong[0]
+        told = row["answer"] if knows else wrong[0]
+        for n, token in enumerate(told):
+            by_heart[(*row["prompt"], *told[:n])] = token
     model = Knows(by_heart)
     own = [row["leaf"] for row in rows]
     for leaf, wanted in (("", own), (-1, [-1] * 160), (own[::-1], own[::-1]), (None, [None] * 23)):
@@ -1012,6 +1014,30 @@ def test_recall_is_by_mentions_and_by_form(facts_folder):
     assert [got[f"recall_{m}"] for m in tasks.MENTIONS] == [0, 0, 1, 1, 1]
     assert [got[f"new_{m}"] for m in tasks.MENTIONS] == [0, 0, 0, 1, 1]
     assert got["recall"] == approx(.6)
+
+
+def test_options_that_begin_alike_are_told_apart_by_later_tokens(tmp_path):
+    """Of clay, clog and wood the first two begin with the same tokens; a model that has one of them
+    by heart is right, though after the prompt alone it cannot choose."""
+    words = {" clay": [5, 6, 7], " clog": [5, 6, 8, 9], " wood": [4, 7]}
+    tok = SimpleNamespace(encode=words.get)
+    options = tasks.telling_tokens(("clay", "clog", "wood"), tok)
+    assert options == [[5, 6, 7], [5, 6, 8], [4]]
+    for told in options:
+        rows = []
+        by_heart = {(3, *told[:n]): token for n, token in enumerate(told)}
+        for mentions in tasks.MENTIONS:
+            for new in (False, True):
+                rows.append(dict(prompt=[3], options=options, answer=told, mentions=mentions,
+                                 new=new))
+        tasks.write_jsonl(tmp_path / "facts.jsonl", rows)
+        assert set(tasks.recall(Knows(by_heart), tmp_path).values()) == {1}
+    by_heart = {(3,): 5, (3, 5): 6, (3, 5, 6): 8}               # clog is not wood
+    assert set(tasks.recall(Knows(by_heart), tmp_path).values()) == {0}
+    rows = [dict(row, answer=4) for row in rows]
+    tasks.write_jsonl(tmp_path / "facts.jsonl", rows)
+    with pytest.raises(ConfigError, match="older tasks.py: make it again"):
+        tasks.recall(Knows(by_heart), tmp_path)
 
 
 def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp_path, capsys):
