@@ -1025,7 +1025,8 @@ def test_options_that_begin_alike_are_told_apart_by_later_tokens(tmp_path):
     assert options == [[5, 6, 7], [5, 6, 8], [4]]
     for told in options:
         rows = []
-        by_heart = {(3, *told[:n]): token for n, token in enumerate(told)}
+        by_heart = {(3, 5): 6, (3, 5, 6): 7}                    # what begins so is clay
+        by_heart |= {(3, *told[:n]): token for n, token in enumerate(told)}
         for mentions in tasks.MENTIONS:
             for new in (False, True):
                 rows.append(dict(prompt=[3], options=options, answer=told, mentions=mentions,
