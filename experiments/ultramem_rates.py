@@ -15,4 +15,4 @@ baseline = {}
 for title, (keys, *_) in ladder.items():
     for rate in (4e-4, 8e-4, 16e-4, 32e-4):
         variants[f"{title} {rate:g}"] = (dict(keys, learning_rate=rate), None)
-        baseline[f"{title} {rate:g}"] = f"{title} 0.0004"
+        baseline[f"{title} {rate:g}"] = f"{title} 0.0016"
