@@ -528,7 +528,7 @@ def draw_parts(row, run, parts, label):
         row[0].bar(places, list(rises.values()), 0.27, label=name)
         print(f"  {name:8}", *(f"{layer}: {rise:.4f}" for layer, rise in rises.items()), sep="  ")
     print(f"  all memories  {parts['all memories']}")
-    row[0].set(title=run, xlabel="layer, from 0", ylabel=label)
+    row[0].set(title=run, xlabel="layer, from 0", ylabel=label, xticks=range(len(parts["mlp"])))
     row[0].set_yscale("symlog", linthresh=0.01)
     row[0].legend()
 
