@@ -9,12 +9,16 @@ of MoVE and UltraMemV2 learn at this rate, too, and have rows of their own; Ultr
 rows that begin with a third, 3 or 9 times that, falling to it; LIMe's routers have a rate of their
 own and HierMem's bank a fraction. So has what starts from a trained baseline, the best one. "Long
 warm-up" is 36 steps instead of 5.
+
+Scale cpu_16M is a quarter of which_memory's: does a longer run want lower rates? `python train.py
+experiments/which_rates.py --scale=cpu_16M --only="MoVE 0.0022,MoVE 0.0067,MoVE memory 0.0067"`
 """
-from experiments.which_memory import cpu, gpu, models, prepare
+from experiments.which_memory import cpu, cpu_16M, gpu, models, prepare
 
 model = "move"
 metric = "val_bpb"
 seeds = 1
+cpu_16M = dict(cpu_16M, max_iters=960, eval_interval=240)
 gpu = dict(gpu, max_iters=200)
 recipes = {
     "LIMe": 3e-3,
@@ -40,11 +44,12 @@ def add(title, first, rate, **keys):
 for title, rate in recipes.items():
     for factor in (3, 9, 27):
         add(title, f"{title} {3 * rate:.2g}", factor * rate, dense=True)
-for title, factor in (("LIMe", 81), ("MIDUS base", 81), ("MIDUS base", 243)):
+for title, factor in (("LIMe", 81), ("MIDUS base", 81), ("MIDUS base", 243), ("MoVE", 1)):
     add(title, f"{title} {3 * recipes[title]:.2g}", factor * recipes[title], dense=True)
 for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
+add("MoVE memory", "MoVE 0.0067", 2e-2 / 9)
 for part in (1 / 3, 3, 9):
     add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
