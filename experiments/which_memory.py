@@ -88,6 +88,7 @@ for title, name in models.items():
     variants[f"{title} dense"] = (dict(keys, dense=True), None)
     variants[title] = (dict(keys, **memory), None)
     baseline[title] = f"{title} dense"
+variants["MoVE dense"][0]["cpu_16M"] = dict(learning_rate=67e-4)       # MoVE itself: the recipe's
 started = {
     "MIDUS base": dict(dense=True),
     "MIDUS base continued": dict(init_from="@MIDUS base", phase="cpt", upscale="base"),
@@ -106,8 +107,7 @@ memories = (*models, "MIDUS", "HierMem post-hoc")
 claims = [f"{baseline[title]} > {title}" for title in memories]
 for title in times:
     keys = variants[baseline[title]][0]
-    scales = longer(title)
-    scales["cpu"] = {**keys.get("cpu", {}), **scales["cpu"]}
+    scales = {scale: {**keys.get(scale, {}), **more} for scale, more in longer(title).items()}
     variants[f"{baseline[title]} longer"] = ({**keys, **scales}, None)
     claims.append(f"{baseline[title]} longer > {title}")
 
