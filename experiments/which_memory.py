@@ -230,22 +230,24 @@ def tokens(rows):
 
 
 def draw_growth(found, file):
-    """Gain over tokens, a line a memory, with its one-sided 95% bound."""
+    """Gain over tokens, a line a memory, with its one-sided 95% bound; one seed has none and is left
+    out."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
+    places = set()
     for title in memories:
         points = []
         for rows in found.values():
             gain, _ = gains(rows, title)
-            if gain:
-                bound = run.noise(gain) if len(gain) > 1 else 0
-                points.append((tokens(rows), mean(gain), bound))
+            if len(gain) > 1:
+                points.append((tokens(rows), mean(gain), run.noise(gain)))
         if points:
             x, y, bounds = zip(*points)
             axes.errorbar(x, y, yerr=bounds, fmt="o-", capsize=4, label=title)
+            places.update(x)
     axes.axhline(0, color="grey", linewidth=1)
-    places = sorted(map(tokens, found.values()))
+    places = sorted(places)
     axes.set(xscale="log", xticks=places, xticklabels=[f"{n / 1e6:.1f}M" for n in places],
              xlabel="tokens of training", ylabel="gain in bits per byte",
              title="What a memory gains as the text grows")
