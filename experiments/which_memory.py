@@ -230,8 +230,8 @@ def tokens(rows):
 
 
 def draw_growth(found, file):
-    """Gain over tokens, a line a memory, with its one-sided 95% bound; one seed has none and is left
-    out."""
+    """Gain over tokens, a line a memory, with its one-sided 95% bound. One seed has no bound and is
+    left out."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
