@@ -488,11 +488,10 @@ def plot_recall(axes, rows, form="recall", **style):
 
 def openings(row):
     """What stands before a token of a row's options: the prompt and the option's tokens so far."""
-    found = {}
+    found = []
     for option in row["options"]:
-        for n in range(len(option)):
-            found[(*row["prompt"], *option[:n])] = None         # a set that keeps its order
-    return list(found)
+        found += [(*row["prompt"], *option[:n]) for n in range(len(option))]
+    return found
 
 
 def likeliest(row, known):

@@ -12,8 +12,8 @@ with these rows begin with four times that, for UltraMem and for V2: "values 4x"
 V2 by the appendix's equation instead of the published code, "as FFN" rows start as large as the
 FFN (OLMoE's eight gates do not sum to 1 and start 26 times smaller). "few slots" reads each slot
 about 20 times a step; the paper has 777, the other rows here 6. The published warm-up is 2% of a
-run; of 1,000 steps that is too few, so here it is 100. The published rate is 4e-4; at scale cpu
-ultramem_rates.py finds four times that best for the dense model and V2.
+run; of 1,000 steps that is too few, so here it is 100. The published rate is 4e-4; scale cpu
+has the one that ultramem_rates.py chose for the dense model and V2.
 """
 model = "ultramem"
 metric = "val_loss"
