@@ -1,7 +1,9 @@
-"""Hierarchical memories, Table 1: the learning rates of each row, one seed, a quarter as long.
+"""Hierarchical memories, Table 1: the learning rates of each row, one seed.
 
-A frozen anchor has one rate, the bank's. Where both learn, the bank learns at the anchor's rate or
-at a ninth of it. Rows that go on start from hiermem_table1.py's anchor:
+What starts from scratch has a quarter of its steps. What goes on from hiermem_table1.py's anchor
+has half of them: a leaf of the tree is read by one sequence in 64, on average. Where anchor and
+bank learn together each has its rate, "A2 co-trained 0.0025 bank 0.005"; a frozen anchor has the
+bank's alone. "Whole" rows have all steps. First make that anchor:
 `python train.py experiments/hiermem_table1.py --only="A1 anchor" --seeds=1`.
 """
 from experiments.hiermem_table1 import cpu, gpu, prepare
@@ -10,30 +12,49 @@ from experiments.hiermem_table1 import variants as table
 model = "hiermem"
 metric = "val_loss"
 seeds = 1
+whole = dict(cpu=cpu, gpu=gpu)
 cpu = dict(cpu, max_iters=500, warmup=0.4)                      # as many steps as in the table
 gpu = dict(gpu, max_iters=250, warmup=0.4)
 variants = {}
 baseline = {}
+grid = {                        # rates; of the bank, where both learn
+    "A1 anchor": ((2.5e-3, 5e-3, 1e-2, 2e-2), ()),
+    "A1 continued": ((1.25e-3, 2.5e-3, 5e-3), ()),
+    "A3 frozen": ((2.5e-3, 5e-3, 1e-2), ()),
+    "A2 co-trained": ((1.25e-3, 2.5e-3, 5e-3), (1.7e-3, 5e-3, 1e-2)),
+    "A4 from scratch": ((5e-3, 1e-2, 2e-2), (1.7e-3, 5e-3)),
+    "wider": ((5e-3, 1e-2, 2e-2), ()),
+}
 
 
-def quarter(keys, scale, rate):
-    """The row's own settings at this scale, for a quarter of its steps at this rate."""
+def shortened(title, scale, rate):
+    """The row's own settings at this scale, for a part of its steps at this rate."""
+    keys = table[title][0]
     own = dict(keys.get(scale, {}), learning_rate=rate)
-    if "max_iters" in own:
+    if "init_from" in keys:
+        own.update(max_iters=whole[scale]["max_iters"] // 2, warmup=0.2)
+    elif "max_iters" in own:
         own["max_iters"] //= 4
     return own
 
 
-for title, (keys, *_) in table.items():
-    both_learn = not keys.get("dense") and not keys.get("frozen")
-    rates = (2.5e-3, 5e-3, 1e-2)
+def add(title, rate, bank=None):
+    keys = dict(table[title][0])
     if "init_from" in keys:
-        keys = dict(keys, init_from="@hiermem_table1/A1 anchor")
-        rates = (1.25e-3, 2.5e-3, 5e-3)
-    for rate in rates:
-        chosen = dict(keys, cpu=quarter(keys, "cpu", rate), gpu=quarter(keys, "gpu", rate))
-        variants[f"{title} {rate:g}"] = (chosen, None)
-        baseline[f"{title} {rate:g}"] = f"{title} 0.005"
-        if both_learn:
-            variants[f"{title} {rate:g} bank 1/9"] = (dict(chosen, memory_lr=1 / 9), None)
-            baseline[f"{title} {rate:g} bank 1/9"] = f"{title} 0.005"
+        keys["init_from"] = "@hiermem_table1/A1 anchor"
+    name = f"{title} {rate:g}"
+    if bank:
+        keys["memory_lr"] = round(bank / rate, 4)
+        name += f" bank {bank:g}"
+    keys.update(cpu=shortened(title, "cpu", rate), gpu=shortened(title, "gpu", rate))
+    variants[name] = (keys, None)
+    return name
+
+
+for title, (rates, banks) in grid.items():
+    names = [add(title, rate, bank) for rate in rates for bank in banks or (None,)]
+    baseline.update(dict.fromkeys(names, names[0]))
+for rate in (5e-3, 1e-2, 2e-2):
+    scales = {scale: dict(keys, learning_rate=rate) for scale, keys in whole.items()}
+    variants[f"A1 anchor whole {rate:g}"] = (dict(dense=True, **scales), None)
+    baseline[f"A1 anchor whole {rate:g}"] = "A1 anchor whole 0.005"
