@@ -10,14 +10,15 @@ rows that begin with a third, 3 or 9 times that, falling to it; LIMe's routers h
 own and HierMem's bank a fraction. So has what starts from a trained baseline, the best one. "Long
 warm-up" is 36 steps instead of 5.
 
-Scale cpu_16M is a quarter of which_memory's: does a longer run want lower rates? `--scale=cpu_16M
---only="MoVE 0.0067,MoVE 0.02,MoVE memory 0.0067,MoVE memory 0.02"`
+Scale cpu_16M is a quarter of which_memory's, in "whole" rows all of it: does a longer run want lower
+rates? `--scale=cpu_16M --only="MoVE whole 0.0067,MoVE whole 0.02,MoVE memory whole 0.0067"`
 """
 from experiments.which_memory import cpu, cpu_16M, gpu, models, prepare
 
 model = "move"
 metric = "val_bpb"
 seeds = 1
+whole = dict(cpu_16M)
 cpu_16M = dict(cpu_16M, max_iters=960, eval_interval=240)
 gpu = dict(gpu, max_iters=200)
 recipes = {
@@ -50,6 +51,11 @@ for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
 add("MoVE memory", "MoVE 0.0067", 2e-2 / 9)
+for title, keys in (("MoVE whole", dict(dense=True)), ("MoVE memory whole", {})):
+    for rate in (67e-4, 2e-2):
+        keys = dict(keys, model="move", learning_rate=rate, cpu_16M=whole)
+        variants[f"{title} {rate:g}"] = (keys, None)
+        baseline[f"{title} {rate:g}"] = "MoVE whole 0.0067"
 for part in (1 / 3, 3, 9):
     add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
