@@ -10,8 +10,8 @@ rows that begin with a third, 3 or 9 times that, falling to it; LIMe's routers h
 own and HierMem's bank a fraction. So has what starts from a trained baseline, the best one. "Long
 warm-up" is 36 steps instead of 5.
 
-Scale cpu_16M is a quarter of which_memory's, in "whole" rows all of it: does a longer run want lower
-rates? `--scale=cpu_16M --only="MoVE whole 0.0067,MoVE whole 0.02,MoVE memory whole 0.0067"`
+Scale cpu_16M is a quarter of which_memory's, in "whole" rows all of it: does a longer run want
+lower rates? `--scale=cpu_16M --only="MoVE whole 0.0067,MoVE whole 0.02,MoVE memory whole 0.0067"`
 """
 from experiments.which_memory import cpu, cpu_16M, gpu, models, prepare
 
