@@ -2,7 +2,7 @@
 LIMe, Layer-Integrated Memory (Gerasimov et al. 2025, "You Do Not Fully Utilize Transformer's
 Representation Capacity").
 
-The idea: a Transformer's layer sees the past through the newest hidden state alone, so everything
+The idea: a Transformer's layer sees an earlier token through its newest hidden state alone, so all
 that later layers may need has to be squeezed through one vector. But the keys and values of all
 earlier layers have been computed anyway. LIMe lets every key/value head of layer l attend to a
 learned mixture of all heads of the layers 1 .. l. The mixture is one small matrix a layer, the
@@ -10,7 +10,7 @@ router; it starts as the identity on the layer's own heads plus noise.
 
     K_l, V_l = x W_K, x W_V                                (B, T, H_kv, d_h)             eq. 1
     K~_l[h]  = sum_l' sum_h' R_l[h, l' h'] K_l'[h']        R_l (H_kv, l*H_kv), l' <= l   eq. 2
-    V~_l[h]  = sum_l' sum_h' R_l[h, l' h'] V_l'[h']        (the paper's R[l', h', h], as a matrix)
+    V~_l[h]  = sum_l' sum_h' R_l[h, l' h'] V_l'[h']        (the paper's R[l', h', h] as a matrix)
     Y        = softmax(Q K~^T / sqrt(d_h)) V~              RoPE on Q and K~; the cache holds K~, V~
 
        the buffer    K_1,V_1    K_2,V_2    K_3,V_3         each layer adds its own, from the normed
@@ -47,9 +47,9 @@ class Config:
     n_kv_head: int = -1           # H_kv, key/value heads; -1: n_head (fewer: grouped queries)
     n_embd: int = 2048            # d, width
     n_inner: int = -1             # width of the MLP's hidden layer; -1: 4*n_embd
-    router: str = ""              # static | none | one of ROUTERS at the end, as last-4 for last-j;
-                                  # "": static, or none beside a baseline
-    router_init: str = "identity" # of a layer's own heads; random: like the others' (worse)
+    router: str = ""              # static | none | a name in ROUTERS, such as last-4; "": static
+                                  # (none beside a baseline)
+    router_init: str = "identity" # of a layer's own heads; random: like the others' (paper: worse)
     router_lr: float = 10.0       # rate of the routers, times the others' (the paper: 1e-2, 1e-3)
     router_decay: float = 0.0     # their weight decay (none in the paper)
     kv_init: float = 0.02         # std of W_K, W_V at the start; the published LIMe's: 1/sqrt(3d)
@@ -236,7 +236,7 @@ class Router(nn.Module):
 
     def init_weights(self, name):
         """A layer's own heads: the identity. The others: Kaiming uniform, so that together they add
-        the variance of one more head (Appendix H, which prints 3/((l+1)H) without parentheses)."""
+        the variance of one more head (Appendix H, where 3/((l+1)H) lacks its parentheses)."""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:
@@ -479,8 +479,8 @@ class PerDim(Router):
 
 class Dynamic(Router):
     """R_t = R + W x_t: the router of the key's token t (Appendix E), so that routed keys can be
-    cached. The paper prints no formula: the static R and the zero start of W are ours. W is no
-    Linear, since --optimizer=muon takes those, in steps too large for a mixture."""
+    cached. The paper prints no formula: the static R and the zero start of W are ours. W is a
+    Parameter, not a Linear: Muon would take that, in steps too large for a mixture."""
 
     def __init__(self, config, sources):
         super().__init__(config, sources)

@@ -6,7 +6,7 @@ The idea: attention moves *values* around, and a value is a function of the hidd
 MoVE gives every token of the vocabulary M further value vectors, kept in one bank that all layers
 share. In every layer and every head a gate computed from the hidden state mixes them with the
 ordinary value. Reading the bank is an embedding lookup, so the memory grows (M = 6, 12, 24, 48
-slots a token) while the arithmetic hardly does: it grows by H(M+1)/(12d+2T), eq. 5.
+slots a token) while the arithmetic hardly does: by the fraction H(M+1)/(12d+2T), eq. 5.
 
     V     = x W_V                                        (B, T, H_kv, d_h)       eq. 1
     rows  = bank[w]                                      (B, T, M, H_kv, d_h)    eq. 2, w: token ids
@@ -57,8 +57,8 @@ class Config:
     gate_v: int = -1              # gate g_0 on V, 0 or 1; -1: the paper's, 1 for MoVE, 0 for LaVE
     attention: str = "mha"        # mha | mla
     memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
-                                  # While gates are 1 a token's M slots get equal gradients: at 1/M
-                                  # their sum moves as fast as one row, which pays in short runs.
+                                  # At first all gates are 1 and a token's M slots move alike. At
+                                  # 1/M their sum moves as fast as one row: good for short runs.
     sparse_memory: bool = False   # row-sparse gradients, lazy Adam: cost independent of vocabulary
 
     def check(self, ok, fields, rule):

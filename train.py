@@ -1,7 +1,7 @@
 """
 Train one of nanoMem's models on one GPU, several, or a CPU. One column: read it from top to bottom.
 
-    python train.py                                        # MoVE on an embedded corpus
+    python train.py                                        # MoVE on your Python's documentation
     python train.py --model=move --depth=12                # the canonical call: the paper's D12
     python train.py --model=move --depth=12 --dense=True   # its baseline without the memory
     python train.py --model=move --init_from=resume        # go on where a run was stopped
@@ -13,14 +13,14 @@ a field of the model's Config (--memory_scale=4) goes there; --help lists all (-
 that model's too). A positional argument is a Python file of such assignments. Precedence: globals <
 the model's RECIPE < file < command line.
 
-A model file has Config, PRESETS, DENSE, RECIPE and Model with init_weights, forward, param_groups,
-param_counts and flops_per_token. Six hooks it may have as well; sample.py's load_module() gives it
-what it lacks of them:
+A model file has Config with from_depth, PRESETS, DENSE, RECIPE and Model with init_weights,
+forward, param_groups, param_counts and flops_per_token. It may have six hooks; load_module() in
+sample.py fills in what is missing:
 
     hook                                             for                                     default
     Model.begin_step(step, max_iters)                before every update                     nothing
-    Model.training_context(context, seed, rows)      what forward() gets beside tokens,      {}
-                                                     from what the data knows of its rows
+    Model.training_context(context, seed, rows)      more arguments of forward(), from       {}
+                                                     what the data knows of a batch's rows
     Model.prompt_context(text, folders, leaf,        the same for sample.py's prompt,        {}, ""
                          block, embedder_path)       and a line that says so
     Model.new_cache(batch_size, max_len)             decoding                                None
@@ -53,9 +53,9 @@ from sample import (assemble, generate, load_checkpoint, load_module, load_start
                     pick_device, write_checkpoint)
 
 # ---------------------------------------------------------------- configuration
-# value on cpu | cuda where two; -1 and "" are automatic
+# two values: on a CPU | on CUDA; -1 and "" choose by themselves
 model = "move"              # `cp model_move.py model_mine.py` makes --model=mine
-preset = ""                 # a row of the model's PRESETS, such as d12; or
+preset = ""                 # a row of the model's PRESETS, such as d12 (or depth)
 depth = -1                  # 4 | 12: layers, width 64*depth
 dense = False               # the model's own baseline without memory (its DENSE)
 out_dir = ""                # out/<model>-d<depth> or out/<model>-<preset>
@@ -67,9 +67,9 @@ batch_size = -1             # 8 | 32: sequences in one forward (the micro-batch)
 batch_tokens = -1           # 1024 | 131072: tokens per optimizer step, all GPUs together
 skip_steps = 0              # batches to pass over: those of an earlier phase on the same data
 max_iters = -1              # 128 | about 10 tokens per dense parameter, at most 4 epochs
-optimizer = ""              # muon | adamw: RECIPE's first; muon works for all: without a recipe for
-muon_lr = 0.02              # it the Linear layers but the head go to Muon at this rate
-learning_rate = 1e-3        # RECIPE
+optimizer = ""              # muon | adamw; "": the first of the model's RECIPE
+muon_lr = 0.02              # of Linear layers but the head, where RECIPE has no muon (MoVE's has)
+learning_rate = 1e-3        # RECIPE: the model's own comes before the value here, as below
 min_lr = 0.0                # where the schedule ends
 schedule = "cosine"         # cosine | wsd (constant, then down linearly); RECIPE
 warmup = 0.02               # fraction of the run over which the rate rises; RECIPE

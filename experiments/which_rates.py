@@ -1,14 +1,18 @@
 """The learning rates at which the models of which_memory.py are best: whole runs of 1M tokens, a
 quarter of its next length, one seed.
 
-A comparison of memories is one of tuned models, or it compares luck with rates. All rates are those
-of what Muon does not take; the first ones are the papers' (LIMe's: 1e-3) times 3, 9 and 27, and 81
-where 27 was best. They are constant until they fall to zero over the last 40%, as in MoVE's recipe,
-in which one rate moves all, Muon's too: nanochat's, a third of it and three times it. The memories
-of MoVE and UltraMemV2 learn at this rate, too, and have rows of their own; UltraMemV2's values have
-rows that begin with a third, 3 or 9 times that, falling to it; LIMe's routers have a rate of their
-own and HierMem's bank a fraction. So has what starts from a trained baseline, the best one. "Long
-warm-up" is 36 steps instead of 5.
+A comparison of memories is one of tuned models, or it compares luck with rates. The name of a row
+has its learning rate, of all that Muon does not take (MoVE: of all, Muon's matrices too, as in its
+recipe). It is constant until it falls to zero over the last 40%. Rates are the papers' (LIMe's:
+1e-3) times 3, 9 and 27, and 81 where 27 was best; MoVE's a ninth, a third, one and three times
+nanochat's.
+
+- "LIMe 0.003", "HierMem 0.015", ...: the baselines. "MoVE memory" and "UltraMemV2 memory": with it.
+- "routers": LIMe with a rate of their own; "memory 1/9": HierMem, the bank at a fraction.
+- "values x3": UltraMemV2's values begin at 3 times the rate and fall to it.
+- "published start": LIMe's K and V from the published code's variance.
+- "long warm-up": 36 steps instead of 5.
+- "continued", "grown", "post-hoc": from a trained baseline, the best of the rates above.
 
 Scale cpu_16M is a quarter of which_memory's, in "whole" rows all of it: does a longer run want
 lower rates? `--scale=cpu_16M --only="MoVE whole 0.0067,MoVE whole 0.02,MoVE memory whole 0.0067"`
