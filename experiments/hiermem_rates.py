@@ -3,7 +3,9 @@
 What starts from scratch has a quarter of its steps. What goes on from hiermem_table1.py's anchor
 has half of them: a leaf of the tree is read by one sequence in 64, on average. Where anchor and
 bank learn together each has its rate, "A2 co-trained 0.0025 bank 0.005"; a frozen anchor has the
-bank's alone. "Whole" rows have all steps. First make that anchor:
+bank's alone. "Whole" rows have all steps. What else a frozen anchor's bank may want: AdamW that
+moves all rows at every step, by momentum ("dense AdamW"); the whole fetch from level 1, whose
+blocks see eight times as much text. First make that anchor:
 `python train.py experiments/hiermem_table1.py --only="A1 anchor" --seeds=1`.
 """
 from experiments.hiermem_table1 import cpu, gpu, prepare
@@ -38,14 +40,15 @@ def shortened(title, scale, rate):
     return own
 
 
-def add(title, rate, bank=None):
-    keys = dict(table[title][0])
+def add(title, rate, bank=None, note="", **more):
+    keys = dict(table[title][0], **more)
     if "init_from" in keys:
         keys["init_from"] = "@hiermem_table1/A1 anchor"
     name = f"{title} {rate:g}"
     if bank:
         keys["memory_lr"] = round(bank / rate, 4)
         name += f" bank {bank:g}"
+    name += note
     keys.update(cpu=shortened(title, "cpu", rate), gpu=shortened(title, "gpu", rate))
     variants[name] = (keys, None)
     return name
@@ -53,7 +56,13 @@ def add(title, rate, bank=None):
 
 for title, (rates, banks) in grid.items():
     names = [add(title, rate, bank) for rate in rates for bank in banks or (None,)]
-    baseline.update(dict.fromkeys(names, names[0]))
+    goes_on = "init_from" in table[title][0]
+    baseline.update(dict.fromkeys(names, "A1 continued 0.0025" if goes_on else names[0]))
+for rate in (5e-3, 1e-2):
+    dense = add("A3 frozen", rate, note=" dense AdamW", sparse_memory=False)
+    level = add("A3 frozen", rate, note=" level 1", ranks="88,0")
+    variants[level][0]["gpu"]["ranks"] = "320,0"
+    baseline[dense] = baseline[level] = "A1 continued 0.0025"
 for rate in (5e-3, 1e-2, 2e-2):
     scales = {scale: dict(keys, learning_rate=rate) for scale, keys in whole.items()}
     variants[f"A1 anchor whole {rate:g}"] = (dict(dense=True, **scales), None)
