@@ -22,7 +22,7 @@ baseline = {}
 grid = {                        # rates; of the bank, where both learn
     "A1 anchor": ((2.5e-3, 5e-3, 1e-2, 2e-2), ()),
     "A1 continued": ((1.25e-3, 2.5e-3, 5e-3), ()),
-    "A3 frozen": ((2.5e-3, 5e-3, 1e-2), ()),
+    "A3 frozen": ((5e-3, 1e-2, 2e-2, 4e-2), ()),
     "A2 co-trained": ((1.25e-3, 2.5e-3, 5e-3), (1.7e-3, 5e-3, 1e-2)),
     "A4 from scratch": ((5e-3, 1e-2, 2e-2), (1.7e-3, 5e-3)),
     "wider": ((5e-3, 1e-2, 2e-2), ()),
@@ -58,7 +58,7 @@ for title, (rates, banks) in grid.items():
     names = [add(title, rate, bank) for rate in rates for bank in banks or (None,)]
     goes_on = "init_from" in table[title][0]
     baseline.update(dict.fromkeys(names, "A1 continued 0.0025" if goes_on else names[0]))
-for rate in (5e-3, 1e-2):
+for rate in (1e-2, 2e-2):
     dense = add("A3 frozen", rate, note=" dense AdamW", sparse_memory=False)
     level = add("A3 frozen", rate, note=" level 1", ranks="88,0")
     variants[level][0]["gpu"]["ranks"] = "320,0"
