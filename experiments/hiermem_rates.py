@@ -33,6 +33,7 @@ def shortened(title, scale, rate):
     """The row's own settings at this scale, for a part of its steps at this rate."""
     keys = table[title][0]
     own = dict(keys.get(scale, {}), learning_rate=rate)
+    own.pop("memory_lr", None)
     if "init_from" in keys:
         own.update(max_iters=whole[scale]["max_iters"] // 2, warmup=0.2)
     elif "max_iters" in own:

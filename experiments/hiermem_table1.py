@@ -26,9 +26,11 @@ cpu = dict(depth=7, n_embd=128, n_head=4, block_size=256, batch_tokens=4096, max
 gpu = dict(preset="openlm_160m", clusters="16,16", ranks="256,64", block_size=1024,
            batch_tokens=131072, max_iters=1000, eval_interval=125, warmup=0.1)
 later = dict(init_from="@A1 anchor", weight_decay=1e-3,                 # A.2
-             cpu=dict(skip_steps=2000), gpu=dict(skip_steps=1000))
+             cpu=dict(skip_steps=2000, learning_rate=25e-4), gpu=dict(skip_steps=1000))
 memories = dict(later, memory="ffn",
                 gpu=dict(skip_steps=1000, learning_rate=1e-4, min_lr=1e-5))     # A.2
+frozen = dict(memories, frozen=True, cpu=dict(skip_steps=2000, learning_rate=1e-2))
+co_trained = dict(memories, cpu=dict(later["cpu"], memory_lr=4.0))      # the bank's: 1e-2
 from_scratch = dict(weight_decay=0.1, cpu=dict(max_iters=4000),
                     gpu=dict(max_iters=2000, learning_rate=1e-3, min_lr=1e-5))
 wider = dict(dense=True, cpu=dict(n_inner=600, max_iters=4000),
@@ -36,8 +38,8 @@ wider = dict(dense=True, cpu=dict(n_inner=600, max_iters=4000),
 variants = {
     "A1 anchor": (dict(dense=True, cpu=dict(learning_rate=1e-2)), log(17.2)),
     "A1 continued": (dict(later, dense=True), None),
-    "A3 frozen": (dict(memories, frozen=True), log(15.2)),
-    "A2 co-trained": (memories, log(14.2)),
+    "A3 frozen": (frozen, log(15.2)),
+    "A2 co-trained": (co_trained, log(14.2)),
     "A4 from scratch": (from_scratch, log(15.6)),
     "wider": (wider, None),
 }
