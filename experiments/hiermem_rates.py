@@ -21,7 +21,7 @@ variants = {}
 baseline = {}
 grid = {                        # rates; of the bank, where both learn
     "A1 anchor": ((2.5e-3, 5e-3, 1e-2, 2e-2), ()),
-    "A1 continued": ((1.25e-3, 2.5e-3, 5e-3), ()),
+    "A1 continued": ((1.25e-3, 2.5e-3, 5e-3, 1e-2), ()),
     "A3 frozen": ((5e-3, 1e-2, 2e-2, 4e-2), ()),
     "A2 co-trained": ((1.25e-3, 2.5e-3, 5e-3), (1.7e-3, 5e-3, 1e-2)),
     "A4 from scratch": ((5e-3, 1e-2, 2e-2), (1.7e-3, 5e-3)),
