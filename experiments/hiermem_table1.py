@@ -10,8 +10,9 @@ memories than the fetched ones: the generic one, none, a wrong one, the one that
 tokens ask for.
 
 On a CPU the rates of A1, A2 and A3 are the best of hiermem_rates.py; A4 and "wider" still have the
-recipe's. A row with a bank is told which of 64 leaves a sequence has, by its whole window. That
-alone can be worth log(64) / 256 = 0.016 nats a token, no more.
+recipe's. A row with a bank is told which of 64 leaves a sequence has, by its whole window. Being
+told is worth log(64) / 256 = 0.016 nats a token at most: a mixture over all leaves, told nothing,
+would lose no more.
 """
 from math import log
 
