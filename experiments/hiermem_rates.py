@@ -58,12 +58,12 @@ def add(title, rate, bank=None, note="", **more):
 for title, (rates, banks) in grid.items():
     names = [add(title, rate, bank) for rate in rates for bank in banks or (None,)]
     goes_on = "init_from" in table[title][0]
-    baseline.update(dict.fromkeys(names, "A1 continued 0.0025" if goes_on else names[0]))
+    baseline.update(dict.fromkeys(names, "A1 continued 0.005" if goes_on else names[0]))
 for rate in (1e-2, 2e-2):
     dense = add("A3 frozen", rate, note=" dense AdamW", sparse_memory=False)
     level = add("A3 frozen", rate, note=" level 1", ranks="88,0")
     variants[level][0]["gpu"]["ranks"] = "320,0"
-    baseline[dense] = baseline[level] = "A1 continued 0.0025"
+    baseline[dense] = baseline[level] = "A1 continued 0.005"
 for rate in (5e-3, 1e-2, 2e-2):
     scales = {scale: dict(keys, learning_rate=rate) for scale, keys in whole.items()}
     variants[f"A1 anchor whole {rate:g}"] = (dict(dense=True, **scales), None)

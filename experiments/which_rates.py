@@ -7,15 +7,15 @@ recipe). It is constant until it falls to zero over the last 40%. Rates are the 
 1e-3) times 3, 9 and 27, and 81 where 27 was best; MoVE's a ninth, a third, one and three times
 nanochat's.
 
-- "LIMe 0.003", "HierMem 0.015", ...: the baselines. "MoVE memory" and "UltraMemV2 memory": with it.
+- "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": no baselines.
 - "routers": LIMe with a rate of their own; "memory 1/9": HierMem, the bank at a fraction.
 - "values x3": UltraMemV2's values begin at 3 times the rate and fall to it.
 - "published start": LIMe's K and V from the published code's variance.
 - "long warm-up": 36 steps instead of 5.
-- "continued", "grown", "post-hoc": from a trained baseline, the best of the rates above.
+- "continued", "grown", "post-hoc": start from the baseline that was best.
 
-Scale cpu_16M is a quarter of which_memory's, in "whole" rows all of it: does a longer run want
-lower rates? `--scale=cpu_16M --only="MoVE whole 0.0067,MoVE whole 0.02,MoVE memory whole 0.0067"`
+Scale cpu_16M is a quarter of which_memory's: does a longer run want lower rates? Its "whole" rows
+are which_memory's own at the recipe's rate: `--scale=cpu_16M --only="MoVE memory whole 0.02"`.
 """
 from experiments.which_memory import cpu, cpu_16M, gpu, models, prepare
 
@@ -55,11 +55,9 @@ for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
 add("MoVE memory", "MoVE 0.0067", 2e-2 / 9)
-for title, keys in (("MoVE whole", dict(dense=True)), ("MoVE memory whole", {})):
-    for rate in (67e-4, 2e-2):
-        keys = dict(keys, model="move", learning_rate=rate, cpu_16M=whole)
-        variants[f"{title} {rate:g}"] = (keys, None)
-        baseline[f"{title} {rate:g}"] = "MoVE whole 0.0067"
+for title, keys in (("MoVE whole 0.02", dict(dense=True)), ("MoVE memory whole 0.02", {})):
+    variants[title] = (dict(keys, model="move", learning_rate=2e-2, cpu_16M=whole), None)
+    baseline[title] = "MoVE whole 0.02"
 for part in (1 / 3, 3, 9):
     add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
