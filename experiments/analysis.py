@@ -11,6 +11,7 @@ MIDUS (Figure 3):
     slots           which memory slots each head uses
 Hierarchical memories:
     retrieval       the loss with fetched, generic, wrong and no memories
+    blocking        the loss of each topic's text with each topic's memories
     rag             the loss with a retrieved text in the context (Appendix H)
 Any model:
     parts           the loss without one layer's attention, FFN or memory
@@ -39,7 +40,7 @@ from prepare_fineweb import ConfigError, TokenShards, find_dataset, guard, load_
 # ---------------------------------------------------------------- settings: --key=value
 runs = ""                     # folders of runs, by commas
 dataset = ""                  # data folder; empty: the one that the first run was trained on
-sequences = 64                # validation windows (retrieval, rag: four times as many)
+sequences = 64                # validation windows (of hierarchical memories: four times as many)
 datastore = 20000             # rag: training texts to retrieve from
 occurrences = 1100            # separability: of each word
 blimp = ""                    # folder of BLiMP's PARADIGM.jsonl or .jsonl.xz
@@ -301,6 +302,42 @@ def retrieval(model, tok, folder, c, prefix=32):
 
 
 @torch.no_grad()
+def blocking(model, tok, folder, c):
+    """What closing a node of level 1 does to its own texts, and what its memories do for others'.
+    Losses (nats) of the validation sequences of each node, (n_1): "own", with the memories that a
+    sequence's text asks for; "closed", if its node may not be entered; "none", without memories;
+    "memories", (n_1, n_1): in column j if no node but j may."""
+    from experiments.topics import Retriever
+    need(getattr(model.config, "retriever", ""),
+         "`blocking` is for --model=hiermem, trained with memories on data with a tree")
+    data = TokenShards(folder, "val", model.config.block_size)
+    rows = range(min(data.n_windows, c.sequences * 4))
+    x, y = data.batch(rows)
+    n = model.config.nodes[0]
+    topics = data.context(rows)["leaf"] // (model.config.nodes[-1] // n)
+    tree = Retriever.load(Path(folder, "retriever.npz"))
+    texts = [tok.decode(row[row != tok.eot].tolist()) for row in x]
+    counts = torch.bincount(topics, minlength=n).tolist()
+    need(all(counts), f"of {len(x)} sequences the topics have {counts}: --sequences= takes more")
+
+    def by_topic(leaf):
+        losses = []
+        for topic in range(n):
+            mine = topics == topic
+            fetched = None if leaf is None else leaf[mine]
+            losses.append(batched_loss(model, x[mine], y[mine], leaf=fetched))
+        return losses
+
+    columns = []
+    for node in range(n):
+        others = [(1, other) for other in range(n) if other != node]
+        columns.append(by_topic(tree.path(texts, others)[:, -1]))
+    return {"sequences": counts, "own": by_topic(tree.path(texts)[:, -1]),
+            "closed": by_topic(without_best(tree, texts, 1)[:, -1]),
+            "none": by_topic(None), "memories": [list(row) for row in zip(*columns)]}
+
+
+@torch.no_grad()
 def rag(model, tok, folder, c, prefix=32):
     """Losses (nats) of the first half of the validation sequences, from the 32nd token on, after a
     training text that takes the other half of the context (vanilla retrieval-augmented
@@ -463,8 +500,8 @@ def part_losses(model, tok, folder, c):
 
 # ---------------------------------------------------------------- pictures: a run's row of panels
 
-def heat_map(axes, grid, label, **names):
-    image = axes.imshow(grid, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
+def heat_map(axes, grid, label, vmin=0, **names):
+    image = axes.imshow(grid, cmap="viridis", vmin=vmin, aspect="auto", interpolation="nearest")
     axes.set(**names)
     axes.figure.colorbar(image, ax=axes, label=label)
 
@@ -490,6 +527,19 @@ def draw_losses(row, run, modes, label):
     row[0].barh(list(modes), losses)
     row[0].invert_yaxis()
     row[0].set(title=run, xlabel=label, xlim=(min(losses) - 0.1, max(losses) + 0.02))
+
+
+def draw_blocking(row, run, found, label):
+    """What each topic's memories add to the loss of each topic's text."""
+    print("  topic  sequences  own     closed  none")
+    kinds = ("own", "closed", "none")
+    for topic, (count, *losses) in enumerate(zip(found["sequences"], *map(found.get, kinds))):
+        print(f"  {topic:5}  {count:9}", *(f"{loss:.4f}" for loss in losses), sep="  ")
+    grid = []
+    for losses, none in zip(found["memories"], found["none"]):
+        grid.append([loss - none for loss in losses])
+    heat_map(row[0], grid, label, vmin=None, title=run, xlabel="memories of topic",
+             ylabel="text of topic")
 
 
 def draw_importance(row, run, kinds, label):
@@ -553,6 +603,7 @@ ANALYSES = {                    # what to compute, how to draw a run, in how man
     "importance": (importance, draw_importance, 3, "importance IS_h"),
     "slots": (slot_use, draw_slots, 2, "share of dead slots"),
     "retrieval": (retrieval, draw_losses, 1, "validation loss (nats)"),
+    "blocking": (blocking, draw_blocking, 1, "loss with memories, minus loss without (nats)"),
     "rag": (rag, draw_losses, 1, "validation loss (nats)"),
     "parts": (part_losses, draw_parts, 1, "loss without it, minus loss (nats)"),
 }

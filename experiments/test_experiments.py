@@ -1092,6 +1092,39 @@ def test_the_path_without_the_best_node_of_a_level():
     assert without == [[[1, 2], [1, 2], [0, 1], [1, 2]], [[0, 1], [0, 0], [1, 3], [0, 1]]]
 
 
+def test_blocking_gives_every_topic_the_memories_of_every_other(clustered):
+    """A stand-in's loss is 10 times the node of level 1 that it is given, plus its text's."""
+    tok = get_tokenizer(str(clustered))
+    tree = Retriever.load(clustered / "retriever.npz")
+    data = TokenShards(clustered, "val", 32)
+    windows = range(data.n_windows)
+    x, _ = data.batch(windows)
+    topics = data.context(windows)["leaf"] // 2
+    known = {tuple(row.tolist()): topic for row, topic in zip(x, topics.tolist())}
+
+    def model(x, y, leaf):
+        topic, = {known[tuple(row.tolist())] for row in x}      # of one topic at a time
+        fetched = torch.tensor(-1.) if leaf is None else (leaf // 2).double()
+        targets = (y >= 0).sum(1)
+        weights = targets / targets.sum()
+        return None, (weights * fetched).sum() * 10 + topic
+
+    model.config = SimpleNamespace(block_size=32, retriever="known", nodes=(2, 4))
+    model.parameters = lambda: iter([torch.zeros(1)])
+    found = analysis.blocking(model, tok, clustered, SimpleNamespace(sequences=10 ** 6))
+    assert found["sequences"] == torch.bincount(topics).tolist()
+    assert found["memories"] == [approx([0, 10]), approx([1, 11])]
+    assert found["none"] == approx([-10, -9])
+    texts = [tok.decode(row[row != tok.eot].tolist()) for row in x]
+    asked = tree.path(texts)[:, 0]
+    assert (asked == topics).double().mean() > 0.8              # so "own" and "closed" differ
+    for kind, node in (("own", asked), ("closed", 1 - asked)):
+        for topic in (0, 1):
+            targets = (data.batch(windows)[1] >= 0).sum(1) * (topics == topic)
+            expected = 10 * (targets * node).sum() / targets.sum() + topic
+            assert found[kind][topic] == approx(expected.item(), rel=1e-5)
+
+
 def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered):
     """A stand-in for the model sees what is asked of it; the text in between was in training, is
     of the leaf, and no other there is nearer."""
