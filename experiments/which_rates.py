@@ -8,6 +8,7 @@ recipe). It is constant until it falls to zero over the last 40%. Rates are the 
 nanochat's.
 
 - "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": no baselines.
+- "Muon 0.0067": a third of the rate that Muon's matrices have else.
 - "routers": LIMe with a rate of their own; "memory 1/9": HierMem, the bank at a fraction.
 - "values x3": UltraMemV2's values begin at 3 times the rate and fall to it.
 - "published start": LIMe's K and V from the published code's variance.
@@ -71,6 +72,11 @@ for title, rate in (("LIMe", 0.081), ("UltraMemV2", 36e-4), ("HierMem", 0.045)):
 add("LIMe routers long warm-up at", "LIMe 0.081", 0.081, router_lr=1e-2 / 0.081, warmup=0.15)
 for part in (1, 3, 9, 27):
     add(f"HierMem memory 1/{part} at", "HierMem 0.045", 0.045, memory_lr=1 / part)
+add("HierMem memory 1/3 at", "HierMem 0.045", 0.015, memory_lr=1 / 3)
+for rate, part in ((0.015, 3), (0.045, 9)):                     # the bank's rate: 5e-3
+    add("HierMem Muon 0.0067 at", "HierMem 0.045", rate, dense=True, muon_lr=67e-4)
+    add(f"HierMem memory 1/{part} Muon 0.0067 at", "HierMem 0.045", rate, memory_lr=1 / part,
+        muon_lr=67e-4)
 for factor in (1, 3, 9):
     add("MIDUS base continued", "MIDUS base 0.054", factor * 15e-4,
         init_from="@MIDUS base 0.054", phase="cpt", upscale="base")
