@@ -500,8 +500,8 @@ def part_losses(model, tok, folder, c):
 
 # ---------------------------------------------------------------- pictures: a run's row of panels
 
-def heat_map(axes, grid, label, vmin=0, **names):
-    image = axes.imshow(grid, cmap="viridis", vmin=vmin, aspect="auto", interpolation="nearest")
+def heat_map(axes, grid, label, vmin=0, vmax=None, cmap="viridis", **names):
+    image = axes.imshow(grid, cmap, vmin=vmin, vmax=vmax, aspect="auto", interpolation="nearest")
     axes.set(**names)
     axes.figure.colorbar(image, ax=axes, label=label)
 
@@ -535,10 +535,9 @@ def draw_blocking(row, run, found, label):
     kinds = ("own", "closed", "none")
     for topic, (count, *losses) in enumerate(zip(found["sequences"], *map(found.get, kinds))):
         print(f"  {topic:5}  {count:9}", *(f"{loss:.4f}" for loss in losses), sep="  ")
-    grid = []
-    for losses, none in zip(found["memories"], found["none"]):
-        grid.append([loss - none for loss in losses])
-    heat_map(row[0], grid, label, vmin=None, title=run, xlabel="memories of topic",
+    grid = torch.tensor(found["memories"]) - torch.tensor(found["none"])[:, None]
+    top = grid.abs().max()
+    heat_map(row[0], grid, label, -top, top, "RdBu_r", title=run, xlabel="memories of topic",
              ylabel="text of topic")
 
 
@@ -603,7 +602,7 @@ ANALYSES = {                    # what to compute, how to draw a run, in how man
     "importance": (importance, draw_importance, 3, "importance IS_h"),
     "slots": (slot_use, draw_slots, 2, "share of dead slots"),
     "retrieval": (retrieval, draw_losses, 1, "validation loss (nats)"),
-    "blocking": (blocking, draw_blocking, 1, "loss with memories, minus loss without (nats)"),
+    "blocking": (blocking, draw_blocking, 1, "loss with memories, minus loss without"),
     "rag": (rag, draw_losses, 1, "validation loss (nats)"),
     "parts": (part_losses, draw_parts, 1, "loss without it, minus loss (nats)"),
 }
