@@ -343,7 +343,8 @@ def rag(model, tok, folder, c, prefix=32):
     training text that takes the other half of the context (vanilla retrieval-augmented
     generation, Appendix H): nothing, the nearest to the first 32 tokens in their leaf, the nearest
     to the whole text in its leaf, any text. So the model must have been trained with twice the
-    context that it is compared in: prepare_fineweb.py --block_size=512."""
+    context that it is compared in: prepare_fineweb.py --block_size=512. Where there are memories,
+    also with those that the first 32 tokens ask for, instead of a text."""
     from experiments.topics import Retriever, walk
     data = TokenShards(folder, "val", model.config.block_size)
     train = TokenShards(folder, "train", model.config.block_size)
@@ -381,12 +382,17 @@ def rag(model, tok, folder, c, prefix=32):
         "nearest to the whole": nearest(x[:, 1:]),
         "any text": texts[torch.randint(len(texts), (len(x),), generator=draw)],
     }
+    fetched = {}
+    if getattr(model.config, "retriever", ""):
+        before["memories"] = before["nothing"]
+        fetched["memories"] = walk(embed(x[:, 1:prefix + 1]), tree.centroids)[:, -1]
     found = {}
     for name, rows in before.items():
         idx = torch.cat((torch.full_like(x[:, :1], tok.eot), rows, x[:, 1:]), 1)
         targets = torch.cat((torch.full_like(rows, -1), y), 1)
         targets[:, :rows.size(1) + prefix] = -1
-        found[name] = {"loss": batched_loss(model, idx, targets, leaf=None)}
+        loss = batched_loss(model, idx, targets, leaf=fetched.get(name))
+        found[name] = {"loss": loss}
     return found
 
 

@@ -1133,7 +1133,9 @@ def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered
     model = Mock(return_value=(None, torch.tensor(1.0)))
     model.config.block_size = 32
     model.parameters = lambda: iter([torch.zeros(1)])
-    analysis.rag(model, tok, clustered, SimpleNamespace(datastore=10 ** 6, sequences=4))
+    found = analysis.rag(model, tok, clustered, SimpleNamespace(datastore=10 ** 6, sequences=4))
+    assert list(found)[-1] == "memories"
+    *calls, last = model.call_args_list
     data = TokenShards(clustered, "train", 32)
     windows = range(data.n_windows)
     texts = data.batch(windows)[0][:, 1:16]
@@ -1141,7 +1143,11 @@ def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered
     texts = texts[whole]
     leaves = data.context(windows)["leaf"][whole]
     stored = tree.embedder([tok.decode(row) for row in texts.tolist()])
-    (plain, wanted), *others = [call.args for call in model.call_args_list]
+    (plain, wanted), *others = [call.args for call in calls]
+    asked = [tok.decode(row) for row in plain[:, 1:9].tolist()]
+    assert torch.equal(last.kwargs["leaf"], tree.path(asked)[:, -1])
+    assert torch.equal(last.args[0], plain) and torch.equal(last.args[1], wanted)
+    assert all(call.kwargs["leaf"] is None for call in calls)
     assert (plain[:, 0] == tok.eot).all()
     for (idx, targets), length in zip(others, (8, 15, None), strict=True):
         before = idx[:, 1:16]
