@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
 from experiments.run import options
 from experiments.tasks import batched_loss, read_jsonl, read_pairs, recall
+from model_hiermem import find_retriever
 from prepare_fineweb import ConfigError, TokenShards, find_dataset, guard, load_meta, need
 
 # ---------------------------------------------------------------- settings: --key=value
@@ -253,6 +254,19 @@ def probe_blimp(model, tok, folder, c):
 
 # ---------------------------------------------------------------- hierarchical memories
 
+def has_memories(model):
+    """Whether it fetches memories by a tree."""
+    config = model.config
+    return bool(getattr(config, "retriever", "")) and config.memory != "none"
+
+
+def tree_of(model, folder):
+    """The tree of the model's memories, which must be the data folder's."""
+    need(has_memories(model),
+         "this is for --model=hiermem with memories, trained on data with a tree")
+    return find_retriever(model.config, [folder], "")
+
+
 def without_best(tree, texts, level):
     """-> (N, p), each text's path where the node that it would take at this level is closed."""
     path = tree.path(texts)
@@ -269,14 +283,11 @@ def retrieval(model, tok, folder, c, prefix=32):
     folder has facts their recall, by what is fetched: the memories of the whole sequence's leaf
     (which has seen the targets), of the first 32 tokens' path, of that without its best node of a
     level (Figure 6b), of another sequence's leaf, the generic ones, none."""
-    from experiments.topics import Retriever
-    need(getattr(model.config, "retriever", ""),
-         "`retrieval` is for --model=hiermem, trained with memories on data with a tree")
+    tree = tree_of(model, folder)
     data = TokenShards(folder, "val", model.config.block_size)
     rows = range(min(data.n_windows, c.sequences * 4))
     x, y = data.batch(rows)
     y[:, :prefix] = -1
-    tree = Retriever.load(Path(folder, "retriever.npz"))
     texts = [tok.decode(row[1:prefix + 1].tolist()) for row in x]
     whole = data.context(rows)["leaf"]
     leaves = {"whole sequence": whole, "first 32 tokens": tree.path(texts)[:, -1]}
@@ -307,15 +318,12 @@ def blocking(model, tok, folder, c):
     Losses (nats) of the validation sequences of each node, (n_1): "own", with the memories that a
     sequence's text asks for; "closed", if its node may not be entered; "none", without memories;
     "memories", (n_1, n_1): in column j if no node but j may."""
-    from experiments.topics import Retriever
-    need(getattr(model.config, "retriever", ""),
-         "`blocking` is for --model=hiermem, trained with memories on data with a tree")
+    tree = tree_of(model, folder)
     data = TokenShards(folder, "val", model.config.block_size)
     rows = range(min(data.n_windows, c.sequences * 4))
     x, y = data.batch(rows)
     n = model.config.nodes[0]
     topics = data.context(rows)["leaf"] // (model.config.nodes[-1] // n)
-    tree = Retriever.load(Path(folder, "retriever.npz"))
     texts = [tok.decode(row[row != tok.eot].tolist()) for row in x]
     counts = torch.bincount(topics, minlength=n).tolist()
     need(all(counts), f"of {len(x)} sequences the topics have {counts}: --sequences= takes more")
@@ -383,9 +391,10 @@ def rag(model, tok, folder, c, prefix=32):
         "any text": texts[torch.randint(len(texts), (len(x),), generator=draw)],
     }
     fetched = {}
-    if getattr(model.config, "retriever", ""):
+    if has_memories(model):
+        prompts = [tok.decode(row.tolist()) for row in x[:, 1:prefix + 1]]
         before["memories"] = before["nothing"]
-        fetched["memories"] = walk(embed(x[:, 1:prefix + 1]), tree.centroids)[:, -1]
+        fetched["memories"] = tree_of(model, folder).path(prompts)[:, -1]
     found = {}
     for name, rows in before.items():
         idx = torch.cat((torch.full_like(x[:, :1], tok.eot), rows, x[:, 1:]), 1)

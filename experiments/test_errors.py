@@ -683,6 +683,8 @@ a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records w
 -  separability  its tokenizer bytes has no token of its
 -  separability --occurrences=0  occurrences=0
 -  retrieval  for --model=hiermem
+tree/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1  retrieval --runs=bank  is the tree
+-  blocking  for --model=hiermem
 -  rag  retriever.npz is missing
 -  rag --runs=bank --datastore=0  datastore
 -  blimp --blimp=nowhere  nowhere has no determiner

@@ -1109,7 +1109,7 @@ def test_blocking_gives_every_topic_the_memories_of_every_other(clustered):
         weights = targets / targets.sum()
         return None, (weights * fetched).sum() * 10 + topic
 
-    model.config = SimpleNamespace(block_size=32, retriever="known", nodes=(2, 4))
+    model.config = SimpleNamespace(block_size=32, memory="ffn", retriever=tree.hash, nodes=(2, 4))
     model.parameters = lambda: iter([torch.zeros(1)])
     found = analysis.blocking(model, tok, clustered, SimpleNamespace(sequences=10 ** 6))
     assert found["sequences"] == torch.bincount(topics).tolist()
@@ -1132,6 +1132,7 @@ def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered
     tree = Retriever.load(clustered / "retriever.npz")
     model = Mock(return_value=(None, torch.tensor(1.0)))
     model.config.block_size = 32
+    model.config.retriever = tree.hash
     model.parameters = lambda: iter([torch.zeros(1)])
     found = analysis.rag(model, tok, clustered, SimpleNamespace(datastore=10 ** 6, sequences=4))
     assert list(found)[-1] == "memories"
