@@ -11,6 +11,7 @@ MIDUS (Figure 3):
     slots           which memory slots each head uses
 Hierarchical memories:
     retrieval       the loss with fetched, generic, wrong and no memories
+    prompt          the loss by how many tokens choose the memories
     blocking        the loss of each topic's text with each topic's memories
     rag             the loss with a retrieved text in the context (Appendix H)
 Any model:
@@ -309,6 +310,34 @@ def retrieval(model, tok, folder, c, prefix=32):
         found[name] = {"loss": batched_loss(model, x, y, leaf=leaf)}
         if name in asked:
             found[name].update(recall(model, folder, asked[name]))
+    return found
+
+
+@torch.no_grad()
+def prompt(model, tok, folder, c):
+    """Losses (nats) of the second half of the validation sequences: without memories; and if there
+    are some, with those that the first 8, 16, ... tokens ask for, all of the first half in the
+    end, and with those of the whole sequence's leaf. "same leaf": the share that fetch these."""
+    data = TokenShards(folder, "val", model.config.block_size)
+    rows = range(min(data.n_windows, c.sequences * 4))
+    x, y = data.batch(rows)
+    half = x.size(1) // 2
+    y[:, :half] = -1
+    found = {"none": {"loss": batched_loss(model, x, y, leaf=None)}}
+    if not has_memories(model):
+        return found
+    whole = data.context(rows)["leaf"]
+    tree = tree_of(model, folder)
+    leaves = {}
+    length = 8
+    while length <= half:
+        texts = [tok.decode(row[1:length + 1].tolist()) for row in x]
+        leaves[f"first {length}"] = tree.path(texts)[:, -1]
+        length *= 2
+    leaves["whole sequence"] = whole
+    for name, leaf in leaves.items():
+        same = (leaf == whole).float().mean().item()
+        found[name] = {"loss": batched_loss(model, x, y, leaf=leaf), "same leaf": same}
     return found
 
 
@@ -617,6 +646,7 @@ ANALYSES = {                    # what to compute, how to draw a run, in how man
     "importance": (importance, draw_importance, 3, "importance IS_h"),
     "slots": (slot_use, draw_slots, 2, "share of dead slots"),
     "retrieval": (retrieval, draw_losses, 1, "validation loss (nats)"),
+    "prompt": (prompt, draw_losses, 1, "validation loss (nats)"),
     "blocking": (blocking, draw_blocking, 1, "loss with memories, minus loss without"),
     "rag": (rag, draw_losses, 1, "validation loss (nats)"),
     "parts": (part_losses, draw_parts, 1, "loss without it, minus loss (nats)"),

@@ -1092,6 +1092,34 @@ def test_the_path_without_the_best_node_of_a_level():
     assert without == [[[1, 2], [1, 2], [0, 1], [1, 2]], [[0, 1], [0, 0], [1, 3], [0, 1]]]
 
 
+def test_memories_are_chosen_by_ever_longer_prompts(clustered):
+    tok = get_tokenizer(str(clustered))
+    tree = Retriever.load(clustered / "retriever.npz")
+    model = Mock(return_value=(None, torch.tensor(1.0)))
+    model.config.block_size = 32
+    model.config.retriever = tree.hash
+    model.parameters = lambda: iter([torch.zeros(1)])
+    found = analysis.prompt(model, tok, clustered, SimpleNamespace(sequences=4))
+    assert list(found) == ["none", "first 8", "first 16", "whole sequence"]
+    none, *calls = model.call_args_list
+    assert none.kwargs["leaf"] is None
+    x, y = none.args
+    assert (y[:, :16] == -1).all() and (y[:, 16:] >= 0).any()
+    whole = TokenShards(clustered, "val", 32).context(range(16))["leaf"]
+    for call, length in zip(calls, (8, 16, None), strict=True):
+        assert torch.equal(call.args[0], x) and torch.equal(call.args[1], y)
+        leaf = call.kwargs["leaf"]
+        if length:
+            texts = [tok.decode(row[1:length + 1].tolist()) for row in x]
+            assert torch.equal(leaf, tree.path(texts)[:, -1])
+            same = (leaf == whole).float().mean().item()
+            assert found[f"first {length}"]["same leaf"] == same < 1
+        else:
+            assert torch.equal(leaf, whole)
+    model.config.memory = "none"
+    assert list(analysis.prompt(model, tok, clustered, SimpleNamespace(sequences=4))) == ["none"]
+
+
 def test_blocking_gives_every_topic_the_memories_of_every_other(clustered):
     """A stand-in's loss is 10 times the node of level 1 that it is given, plus its text's."""
     tok = get_tokenizer(str(clustered))
