@@ -573,6 +573,21 @@ def draw_losses(row, run, modes, label):
     row[0].set(title=run, xlabel=label, xlim=(min(losses) - 0.1, max(losses) + 0.02))
 
 
+def draw_prompt(row, run, modes, label):
+    """A line over the prompt's length; dashed: without memories."""
+    lengths = [name for name in modes if name != "none"]
+    losses = [modes[name]["loss"] for name in lengths]
+    print("  none", f"{modes['none']['loss']:.4f}", sep="  ")
+    for name in lengths:
+        print(f"  {name}", *(f"{key} {value:.4f}" for key, value in modes[name].items()), sep="  ")
+    line, = row[0].plot(lengths, losses, "o-", label=run if lengths else None)
+    row[0].axhline(modes["none"]["loss"], color=line.get_color(), linestyle="--",
+                   label=None if lengths else run)
+    row[0].set(ylabel=label)
+    row[0].tick_params("x", rotation=30)
+    row[0].legend(fontsize=7)
+
+
 def draw_blocking(row, run, found, label):
     """What each topic's memories add to the loss of each topic's text."""
     print("  topic  sequences  own     closed  none")
@@ -580,8 +595,8 @@ def draw_blocking(row, run, found, label):
     for topic, (count, *losses) in enumerate(zip(found["sequences"], *map(found.get, kinds))):
         print(f"  {topic:5}  {count:9}", *(f"{loss:.4f}" for loss in losses), sep="  ")
     grid = torch.tensor(found["memories"]) - torch.tensor(found["none"])[:, None]
-    top = grid.abs().max()
-    heat_map(row[0], grid, label, -top, top, "RdBu_r", title=run, xlabel="memories of topic",
+    top = grid.abs().max().item()
+    heat_map(row[0], grid.numpy(), label, -top, top, "RdBu_r", title=run, xlabel="memories of topic",
              ylabel="text of topic")
 
 
@@ -628,7 +643,7 @@ def draw_parts(row, run, parts, label):
 
 def draw_rows(file, found, draw_run, columns, label):
     from matplotlib.figure import Figure
-    rows = 1 if draw_run is draw_layers else len(found)
+    rows = 1 if draw_run in (draw_layers, draw_prompt) else len(found)
     figure = Figure(figsize=(3 + 3.5 * columns, 3.5 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for n, (run, result) in enumerate(found.items()):
@@ -646,7 +661,7 @@ ANALYSES = {                    # what to compute, how to draw a run, in how man
     "importance": (importance, draw_importance, 3, "importance IS_h"),
     "slots": (slot_use, draw_slots, 2, "share of dead slots"),
     "retrieval": (retrieval, draw_losses, 1, "validation loss (nats)"),
-    "prompt": (prompt, draw_losses, 1, "validation loss (nats)"),
+    "prompt": (prompt, draw_prompt, 1, "validation loss (nats)"),
     "blocking": (blocking, draw_blocking, 1, "loss with memories, minus loss without"),
     "rag": (rag, draw_losses, 1, "validation loss (nats)"),
     "parts": (part_losses, draw_parts, 1, "loss without it, minus loss (nats)"),

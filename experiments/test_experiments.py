@@ -1055,6 +1055,8 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
     keys = {"loss", *(key for key in result if key.startswith(("recall", "new_")))}
     for mode, values in found.items():
         assert values.keys() == ({"loss"} if mode in ("whole sequence", "wrong") else keys)
+    assert list(analyse("prompt", tmp_path / "hiermem"))[1:3] == ["first 8", "first 16"]
+    assert set(analyse("blocking", tmp_path / "hiermem")["sequences"]) != {0}
 
 
 # ================================================================ instruct.py
