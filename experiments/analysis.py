@@ -596,8 +596,8 @@ def draw_blocking(row, run, found, label):
         print(f"  {topic:5}  {count:9}", *(f"{loss:.4f}" for loss in losses), sep="  ")
     grid = torch.tensor(found["memories"]) - torch.tensor(found["none"])[:, None]
     top = grid.abs().max().item()
-    heat_map(row[0], grid.numpy(), label, -top, top, "RdBu_r", title=run, xlabel="memories of topic",
-             ylabel="text of topic")
+    heat_map(row[0], grid.numpy(), label, -top, top, "RdBu_r", title=run,
+             xlabel="memories of topic", ylabel="text of topic")
 
 
 def draw_importance(row, run, kinds, label):
