@@ -562,11 +562,15 @@ def draw_layers(row, run, kinds, label):
         print(f"  {kind}:", *(f"{m:.3f} ± {sd:.3f}" for m, sd in zip(means, deviations)), sep="  ")
 
 
-def draw_losses(row, run, modes, label):
-    """A bar for each way to fetch or to retrieve."""
+def show(modes):
     for mode, values in modes.items():
         shown = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
         print(f"  {mode:20}  {shown}")
+
+
+def draw_losses(row, run, modes, label):
+    """A bar for each way to fetch or to retrieve."""
+    show(modes)
     losses = [values["loss"] for values in modes.values()]
     row[0].barh(list(modes), losses)
     row[0].invert_yaxis()
@@ -577,9 +581,7 @@ def draw_prompt(row, run, modes, label):
     """A line over the prompt's length; dashed: without memories."""
     lengths = [name for name in modes if name != "none"]
     losses = [modes[name]["loss"] for name in lengths]
-    print("  none", f"{modes['none']['loss']:.4f}", sep="  ")
-    for name in lengths:
-        print(f"  {name}", *(f"{key} {value:.4f}" for key, value in modes[name].items()), sep="  ")
+    show(modes)
     line, = row[0].plot(lengths, losses, "o-", label=run if lengths else None)
     row[0].axhline(modes["none"]["loss"], color=line.get_color(), linestyle="--",
                    label=None if lengths else run)
