@@ -8,6 +8,7 @@ recipe). It is constant until it falls to zero over the last 40%. Rates are the 
 nanochat's.
 
 - "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": no baselines.
+- "decay 0.02": MoVE with a tenth of its recipe's weight decay, which grows with (12/depth)^2.
 - "Muon 0.0067": a third of the rate that Muon's matrices have else.
 - "routers": LIMe with a rate of their own; "memory 1/9": HierMem, the bank at a fraction.
 - "values x3": UltraMemV2's values begin at 3 times the rate and fall to it.
@@ -56,6 +57,11 @@ for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
 add("MoVE memory", "MoVE 0.0067", 2e-2 / 9)
+for decay in (0.0, 0.02):                                       # the recipe's 0.2 is 1.8 at 4 layers
+    for rate in (0.0067, 0.02):
+        keys = dict(weight_decay=decay)
+        add(f"MoVE decay {decay:g} at", "MoVE 0.0067", rate, dense=True, **keys)
+        add(f"MoVE memory decay {decay:g} at", "MoVE 0.0067", rate, **keys)
 for title, keys in (("MoVE whole 0.02", dict(dense=True)), ("MoVE memory whole 0.02", {})):
     variants[title] = (dict(keys, model="move", learning_rate=2e-2, cpu_16M=whole), None)
     baseline[title] = "MoVE whole 0.02"
