@@ -89,8 +89,8 @@ for title, name in models.items():
     variants[f"{title} dense"] = (dict(keys, dense=True), None)
     variants[title] = (dict(keys, **memory), None)
     baseline[title] = f"{title} dense"
-for title in ("MoVE dense", "MoVE"):                           # a third of the recipe's
-    variants[title][0]["cpu_16M"] = dict(learning_rate=67e-4)
+for title in ("MoVE dense", "MoVE"):                           # a tenth of the recipe's
+    variants[title][0]["cpu_16M"] = dict(weight_decay=0.02)
 started = {
     "MIDUS base": dict(dense=True),
     "MIDUS base continued": dict(init_from="@MIDUS base", phase="cpt", upscale="base"),

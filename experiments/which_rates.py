@@ -17,7 +17,7 @@ nanochat's.
 - "continued", "grown", "post-hoc": start from the baseline that was best.
 
 Scale cpu_16M is a quarter of which_memory's: does a longer run want lower rates? Its "whole" rows
-are which_memory's own at the recipe's rate: `--scale=cpu_16M --only="MoVE memory whole 0.02"`.
+are as long as which_memory's, with the recipe's weight decay.
 """
 from experiments.which_memory import cpu, cpu_16M, gpu, models, prepare
 
@@ -62,9 +62,11 @@ for decay in (0.0, 0.02):                                       # the recipe's 0
         keys = dict(weight_decay=decay)
         add(f"MoVE decay {decay:g} at", "MoVE 0.0067", rate, dense=True, **keys)
         add(f"MoVE memory decay {decay:g} at", "MoVE 0.0067", rate, **keys)
-for title, keys in (("MoVE whole 0.02", dict(dense=True)), ("MoVE memory whole 0.02", {})):
-    variants[title] = (dict(keys, model="move", learning_rate=2e-2, cpu_16M=whole), None)
-    baseline[title] = "MoVE whole 0.02"
+for rate in (0.0067, 0.02):
+    for title, keys in (("MoVE whole", dict(dense=True)), ("MoVE memory whole", {})):
+        keys = dict(keys, model="move", learning_rate=rate, cpu_16M=whole)
+        variants[f"{title} {rate:g}"] = (keys, None)
+        baseline[f"{title} {rate:g}"] = f"MoVE whole {rate:g}"
 for part in (1 / 3, 3, 9):
     add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
