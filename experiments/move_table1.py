@@ -2,8 +2,10 @@
 lower them further.
 
 nanochat scales its rates with the square root of the batch over 524,288 tokens, which train.py does
-not: here they are 8 times what that gives. "rate/M" divides the bank's rate by its slots M = x L/2;
-move_rates.py has rates between.
+not: here they are 8 times what that gives. Its weight decay of 0.2 (12/L)^2 is 1.8 at four layers,
+which makes the standard model in batches of 4,096 far worse (which_rates.py); on a CPU it is a
+tenth of that. "rate/M" divides the bank's rate by its slots M = x L/2; move_rates.py has rates
+between.
 """
 model = "move"
 metric = "val_bpb"
@@ -14,7 +16,7 @@ prepare = dict(
         "--out=data/fineweb_edu_bpe4096",
     gpu="--source=fineweb_edu --max_tokens=200_000_000 --out=data/fineweb_edu_200M")
 cpu = dict(depth=4, block_size=256, batch_tokens=8192, max_iters=1000, eval_interval=125,
-           eval_tokens=131072, sample_tokens=0)                 # 8.2M tokens a run
+           eval_tokens=131072, sample_tokens=0, weight_decay=0.02)      # 8.2M tokens a run
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=125)
 variants = {                                                    # overrides, the paper's D12 number
     "standard": (dict(dense=True), .838),
