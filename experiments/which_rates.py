@@ -59,9 +59,9 @@ for factor in (3, 9, 27):
 add("MoVE memory", "MoVE 0.0067", 2e-2 / 9)
 for decay in (0.0, 0.02):                                       # the recipe's 0.2 is 1.8 at 4 layers
     for rate in (0.0067, 0.02, 0.04):
-        keys = dict(weight_decay=decay)
-        add(f"MoVE decay {decay:g} at", "MoVE 0.0067", rate, dense=True, **keys)
-        add(f"MoVE memory decay {decay:g} at", "MoVE 0.0067", rate, **keys)
+        dense = f"MoVE decay {decay:g} at {rate:g}"
+        add(f"MoVE decay {decay:g} at", "MoVE 0.0067", rate, dense=True, weight_decay=decay)
+        add(f"MoVE memory decay {decay:g} at", dense, rate, weight_decay=decay)
 for rate in (0.0067, 0.02):
     for title, keys in (("MoVE whole", dict(dense=True)), ("MoVE memory whole", {})):
         keys = dict(keys, model="move", learning_rate=rate, cpu_16M=whole)
