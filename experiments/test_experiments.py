@@ -613,7 +613,13 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
         (results / f"which_memory-{scale}.jsonl").touch()
     (results / "which_memory-cpu-cost.json").write_text(COSTS)
     drawn = []
-    monkeypatch.setattr(Axes, "errorbar", lambda axes, x, y, **style: drawn.append((x, style)))
+    errorbar = Axes.errorbar
+
+    def seen(axes, x, y, **style):
+        drawn.append((x, style))
+        return errorbar(axes, x, y, **style)
+
+    monkeypatch.setattr(Axes, "errorbar", seen)
     which_memory.finish(results_of("", "cpu"), "cpu")
     lengths = ((10, 40), (10,), (40,))
     joined = [(x, style["color"], style["label"]) for x, style in drawn if x in lengths]

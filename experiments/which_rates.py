@@ -57,7 +57,7 @@ for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
 add("MoVE memory", "MoVE 0.0067", 2e-2 / 9)
-for decay in (0.0, 0.02):                                       # the recipe's 0.2 is 1.8 at 4 layers
+for decay in (0.0, 0.02):                                       # the recipe's 0.2: 1.8 at 4 layers
     for rate in (0.0067, 0.02, 0.04):
         dense = f"MoVE decay {decay:g} at {rate:g}"
         add(f"MoVE decay {decay:g} at", "MoVE 0.0067", rate, dense=True, weight_decay=decay)
