@@ -315,18 +315,22 @@ def retrieval(model, tok, folder, c, prefix=32):
 
 @torch.no_grad()
 def prompt(model, tok, folder, c):
-    """Losses (nats) of the second half of the validation sequences: without memories; and if there
-    are some, with those that the first 8, 16, ... tokens ask for, all of the first half in the
-    end, and with those of the whole sequence's leaf. "same leaf": the share that fetch these."""
+    """Losses (nats) of the second half of validation sequences, of those within one document:
+    without memories; and if there are some, with those that the first 8, 16, ... tokens ask for,
+    all of the first half in the end, and with those of the sequence's leaf, which was found from
+    512 tokens around it. "same leaf": the share that fetch these."""
     data = TokenShards(folder, "val", model.config.block_size)
-    rows = range(min(data.n_windows, c.sequences * 4))
-    x, y = data.batch(rows)
+    x, y = data.batch(range(data.n_windows))
+    kept = (x[:, 1:] != tok.eot).all(1).nonzero()[:c.sequences * 4, 0]
+    need(len(kept), f"no sequence of {folder} is within one document")
+    x = x[kept]
+    y = y[kept]
     half = x.size(1) // 2
     y[:, :half] = -1
     found = {"none": {"loss": batched_loss(model, x, y, leaf=None)}}
     if not has_memories(model):
         return found
-    whole = data.context(rows)["leaf"]
+    whole = data.context(kept)["leaf"]
     tree = tree_of(model, folder)
     leaves = {}
     length = 8
@@ -345,15 +349,15 @@ def prompt(model, tok, folder, c):
 def blocking(model, tok, folder, c):
     """What closing a node of level 1 does to its own texts, and what its memories do for others'.
     Losses (nats) of the validation sequences of each node, (n_1): "own", with the memories that a
-    sequence's text asks for; "closed", if its node may not be entered; "none", without memories;
-    "memories", (n_1, n_1): in column j if no node but j may."""
+    sequence's text asks for; "closed", if the node that it would take may not be entered;
+    "none", without memories; "memories", (n_1, n_1), column j: with node j alone open."""
     tree = tree_of(model, folder)
     data = TokenShards(folder, "val", model.config.block_size)
     rows = range(min(data.n_windows, c.sequences * 4))
     x, y = data.batch(rows)
     n = model.config.nodes[0]
     topics = data.context(rows)["leaf"] // (model.config.nodes[-1] // n)
-    texts = [tok.decode(row[row != tok.eot].tolist()) for row in x]
+    texts = [tok.decode(row[1:].tolist()) for row in x]
     counts = torch.bincount(topics, minlength=n).tolist()
     need(all(counts), f"of {len(x)} sequences the topics have {counts}: --sequences= takes more")
 
@@ -380,8 +384,9 @@ def rag(model, tok, folder, c, prefix=32):
     training text that takes the other half of the context (vanilla retrieval-augmented
     generation, Appendix H): nothing, the nearest to the first 32 tokens in their leaf, the nearest
     to the whole text in its leaf, any text. So the model must have been trained with twice the
-    context that it is compared in: prepare_fineweb.py --block_size=512. Where there are memories,
-    also with those that the first 32 tokens ask for, instead of a text."""
+    context that it is compared in: prepare_fineweb.py --block_size=512. All without
+    memories; where there are some, "memories": no text, but those that the first 32 tokens ask
+    for."""
     from experiments.topics import Retriever, walk
     data = TokenShards(folder, "val", model.config.block_size)
     train = TokenShards(folder, "train", model.config.block_size)
@@ -582,19 +587,17 @@ def draw_prompt(row, run, modes, label):
     lengths = [name for name in modes if name != "none"]
     losses = [modes[name]["loss"] for name in lengths]
     show(modes)
-    line, = row[0].plot(lengths, losses, "o-", label=run if lengths else None)
-    row[0].axhline(modes["none"]["loss"], color=line.get_color(), linestyle="--",
-                   label=None if lengths else run)
-    row[0].set(ylabel=label)
-    row[0].tick_params("x", rotation=30)
+    line, = row[0].plot(lengths, losses, "o-", label=run)
+    row[0].axhline(modes["none"]["loss"], color=line.get_color(), linestyle="--")
+    row[0].set(xlabel="tokens that choose the memories", ylabel=label)
     row[0].legend(fontsize=7)
 
 
 def draw_blocking(row, run, found, label):
     """What each topic's memories add to the loss of each topic's text."""
     print("  topic  sequences  own     closed  none")
-    kinds = ("own", "closed", "none")
-    for topic, (count, *losses) in enumerate(zip(found["sequences"], *map(found.get, kinds))):
+    columns = zip(found["sequences"], found["own"], found["closed"], found["none"])
+    for topic, (count, *losses) in enumerate(columns):
         print(f"  {topic:5}  {count:9}", *(f"{loss:.4f}" for loss in losses), sep="  ")
     grid = torch.tensor(found["memories"]) - torch.tensor(found["none"])[:, None]
     top = grid.abs().max().item()
