@@ -376,7 +376,8 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """nanochat's groups (optimizer "muon"), or the same with AdamW for the matrices. Rates are
-        ratios to learning_rate, the matrices' rate."""
+        ratios to learning_rate, the matrices' rate. nanochat's Muon decays a weight only where the
+        update shrinks it, too; torch's decays every weight."""
         def group(params, kind, ratio, decay=0.0):
             return dict(params=params, kind=kind, lr=ratio * learning_rate, weight_decay=decay,
                         schedule=True)

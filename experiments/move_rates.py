@@ -2,7 +2,7 @@
 
 For each number of slots the bank's rate: 1, 1/sqrt(M) and 1/M of the recipe's, with M = x L/2 slots
 in the bank. And the rate that moves all others, Muon's too, at half and twice the recipe's 0.02,
-for the standard model and for MoVE x1; on a CPU with the recipe's weight decay, too.
+for the standard model and for MoVE x1. On a CPU also with the recipe's whole weight decay.
 """
 from experiments.move_table1 import cpu, gpu, prepare
 
@@ -23,9 +23,11 @@ for x in (1, 2, 4, 8):
                     gpu=dict(memory_lr=(6 * x) ** -power))
         variants[f"x{x} rate {name}"] = (keys, None)
         baseline[f"x{x} rate {name}"] = f"x{x} rate 1"
-for title, keys in (("standard", dict(dense=True)), ("x1", dict(memory="move", memory_scale=1))):
-    variants[f"{title} decay 0.2"] = (dict(keys, cpu=dict(weight_decay=0.2)), None)
-    baseline[f"{title} decay 0.2"] = "standard 0.02" if title == "standard" else "x1 rate 1"
+whole = dict(cpu=dict(weight_decay=0.2))
+variants["standard decay 0.2"] = (dict(whole, dense=True), None)
+baseline["standard decay 0.2"] = "standard 0.02"
+variants["x1 decay 0.2"] = (dict(whole, memory="move", memory_scale=1), None)
+baseline["x1 decay 0.2"] = "x1 rate 1"
 for rate in (0.01, 0.04):
     keys = dict(memory="move", memory_scale=1, learning_rate=rate)
     variants[f"x1 at {rate:g}"] = (keys, None)

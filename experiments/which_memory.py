@@ -89,7 +89,7 @@ for title, name in models.items():
     variants[f"{title} dense"] = (dict(keys, dense=True), None)
     variants[title] = (dict(keys, **memory), None)
     baseline[title] = f"{title} dense"
-for title in ("MoVE dense", "MoVE"):                           # a tenth of the recipe's
+for title in ("MoVE dense", "MoVE"):                           # a tenth of the recipe's decay
     variants[title][0]["cpu_16M"] = dict(weight_decay=0.02)
 started = {
     "MIDUS base": dict(dense=True),

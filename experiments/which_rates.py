@@ -5,11 +5,12 @@ A comparison of memories is one of tuned models, or it compares luck with rates.
 has its learning rate, of all that Muon does not take (MoVE: of all, Muon's matrices too, as in its
 recipe). It is constant until it falls to zero over the last 40%. Rates are the papers' (LIMe's:
 1e-3) times 3, 9 and 27, and 81 where 27 was best; MoVE's a ninth, a third, one and three times
-nanochat's.
+nanochat's, with less weight decay also twice that.
 
 - "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": no baselines.
-- "decay 0.02": MoVE with a tenth of its recipe's weight decay, which grows with (12/depth)^2.
-- "Muon 0.0067": a third of the rate that Muon's matrices have else.
+- "decay 0.02": MoVE with a tenth of its recipe's weight decay, which grows with (12/depth)^2;
+  "decay 0": with none.
+- "Muon 0.0067": a third of the rate that Muon's matrices have otherwise.
 - "routers": LIMe with a rate of their own; "memory 1/9": HierMem, the bank at a fraction.
 - "values x3": UltraMemV2's values begin at 3 times the rate and fall to it.
 - "published start": LIMe's K and V from the published code's variance.
