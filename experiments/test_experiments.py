@@ -1106,13 +1106,18 @@ def test_the_path_without_the_best_node_of_a_level():
     assert without == [[[1, 2], [1, 2], [0, 1], [1, 2]], [[0, 1], [0, 0], [1, 3], [0, 1]]]
 
 
-def test_memories_are_chosen_by_ever_longer_prompts(clustered, tmp_path):
-    tok = get_tokenizer(str(clustered))
-    tree = Retriever.load(clustered / "retriever.npz")
+def stand_in(folder):
+    """The folder's tokenizer and tree, and a Mock for a model with memories of that tree."""
+    tree = Retriever.load(folder / "retriever.npz")
     model = Mock(return_value=(None, torch.tensor(1.0)))
     model.config.block_size = 32
     model.config.retriever = tree.hash
     model.parameters = lambda: iter([torch.zeros(1)])
+    return get_tokenizer(str(folder)), tree, model
+
+
+def test_memories_are_chosen_by_ever_longer_prompts(clustered, tmp_path):
+    tok, tree, model = stand_in(clustered)
     found = analysis.prompt(model, tok, clustered, SimpleNamespace(sequences=4))
     assert list(found) == ["none", "first 8", "first 16", "whole sequence"]
     none, *calls = model.call_args_list
@@ -1178,12 +1183,7 @@ def test_blocking_gives_every_topic_the_memories_of_every_other(clustered):
 def test_rag_puts_the_nearest_text_of_the_leaf_before_the_same_targets(clustered):
     """A stand-in for the model sees what is asked of it; the text in between was in training, is
     of the leaf, and no other there is nearer."""
-    tok = get_tokenizer(str(clustered))
-    tree = Retriever.load(clustered / "retriever.npz")
-    model = Mock(return_value=(None, torch.tensor(1.0)))
-    model.config.block_size = 32
-    model.config.retriever = tree.hash
-    model.parameters = lambda: iter([torch.zeros(1)])
+    tok, tree, model = stand_in(clustered)
     found = analysis.rag(model, tok, clustered, SimpleNamespace(datastore=10 ** 6, sequences=4))
     assert list(found)[-1] == "memories"
     *calls, last = model.call_args_list
