@@ -384,13 +384,15 @@ def rag(model, tok, folder, c, prefix=32):
     training text that takes the other half of the context (vanilla retrieval-augmented
     generation, Appendix H): nothing, the nearest to the first 32 tokens in their leaf, the nearest
     to the whole text in its leaf, any text. So the model must have been trained with twice the
-    context that it is compared in: prepare_fineweb.py --block_size=512. All without
-    memories; where there are some, "memories": no text, but those that the first 32 tokens ask
-    for."""
+    context that it is compared in: prepare_fineweb.py --block_size=512. All without memories; where
+    there are some, "memories" are those that the first 32 tokens ask for, without a text."""
     from experiments.topics import Retriever, walk
     data = TokenShards(folder, "val", model.config.block_size)
     train = TokenShards(folder, "train", model.config.block_size)
-    tree = Retriever.load(Path(folder, "retriever.npz"))
+    if has_memories(model):
+        tree = tree_of(model, folder)
+    else:
+        tree = Retriever.load(Path(folder, "retriever.npz"))
     half = model.config.block_size // 2
     prefix = min(prefix, half // 2)
 
@@ -428,7 +430,7 @@ def rag(model, tok, folder, c, prefix=32):
     if has_memories(model):
         prompts = [tok.decode(row.tolist()) for row in x[:, 1:prefix + 1]]
         before["memories"] = before["nothing"]
-        fetched["memories"] = tree_of(model, folder).path(prompts)[:, -1]
+        fetched["memories"] = tree.path(prompts)[:, -1]
     found = {}
     for name, rows in before.items():
         idx = torch.cat((torch.full_like(x[:, :1], tok.eot), rows, x[:, 1:]), 1)
