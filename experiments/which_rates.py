@@ -17,15 +17,16 @@ nanochat's, with less weight decay also twice that.
 - "long warm-up": 36 steps instead of 5.
 - "continued", "grown", "post-hoc": start from the baseline that was best.
 
-Scale cpu_16M is a quarter of which_memory's: does a longer run want lower rates? Its "whole" rows
-are as long as which_memory's, with the recipe's weight decay.
+Scales cpu_4M and cpu_16M are a quarter of which_memory's: does a longer run want lower rates? The
+"whole" rows are as long as which_memory's, with the recipe's weight decay.
 """
-from experiments.which_memory import cpu, cpu_16M, gpu, models, prepare
+from experiments.which_memory import cpu, cpu_4M, cpu_16M, gpu, models, prepare
 
 model = "move"
 metric = "val_bpb"
 seeds = 1
 whole = dict(cpu_16M)
+cpu_4M = dict(cpu_4M, max_iters=240, eval_interval=60)
 cpu_16M = dict(cpu_16M, max_iters=960, eval_interval=240)
 gpu = dict(gpu, max_iters=200)
 recipes = {
@@ -71,8 +72,9 @@ for rate in (0.0067, 0.02):
 for part in (1 / 3, 3, 9):
     add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
-for rate in (1e-3, 3e-3, 1e-2):
-    add(f"LIMe routers {rate:.2g} at", "LIMe 0.081", 0.081, router_lr=rate / 0.081)
+for rate in (0.081, 0.027):
+    for router in (1e-3, 3e-3, 1e-2):
+        add(f"LIMe routers {router:.2g} at", f"LIMe {rate}", rate, router_lr=router / rate)
 published = dict(kv_init=(3 * 128) ** -0.5)                     # of the published LIMe's K and V
 add("LIMe published start at", "LIMe 0.081", 0.081, router_lr=1e-2 / 0.081, **published)
 add("LIMe dense published start at", "LIMe 0.081", 0.081, dense=True, **published)
@@ -81,7 +83,8 @@ for title, rate in (("LIMe", 0.081), ("UltraMemV2", 36e-4), ("HierMem", 0.045)):
 add("LIMe routers long warm-up at", "LIMe 0.081", 0.081, router_lr=1e-2 / 0.081, warmup=0.15)
 for part in (1, 3, 9, 27):
     add(f"HierMem memory 1/{part} at", "HierMem 0.045", 0.045, memory_lr=1 / part)
-add("HierMem memory 1/3 at", "HierMem 0.045", 0.015, memory_lr=1 / 3)
+for part in (1, 3, 9):
+    add(f"HierMem memory 1/{part} at", "HierMem 0.015", 0.015, memory_lr=1 / part)
 for rate, part in ((0.015, 3), (0.045, 9)):                     # the bank's rate: 5e-3
     add("HierMem Muon 0.0067 at", "HierMem 0.045", rate, dense=True, muon_lr=67e-4)
     add(f"HierMem memory 1/{part} Muon 0.0067 at", "HierMem 0.045", rate, memory_lr=1 / part,
