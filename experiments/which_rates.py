@@ -60,7 +60,7 @@ for factor in (3, 9, 27):
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
 add("MoVE memory", "MoVE 0.0067", 2e-2 / 9)
 for decay in (0.0, 0.02):                                       # the recipe's 0.2: 1.8 at 4 layers
-    for rate in (0.0067, 0.02, 0.04):
+    for rate in (0.0067, 0.02, 0.04, 0.08):
         dense = f"MoVE decay {decay:g} at {rate:g}"
         add(f"MoVE decay {decay:g} at", "MoVE 0.0067", rate, dense=True, weight_decay=decay)
         add(f"MoVE memory decay {decay:g} at", dense, rate, weight_decay=decay)
