@@ -4,8 +4,8 @@ quarter of its next length, one seed.
 A comparison of memories is one of tuned models, or it compares luck with rates. The name of a row
 has its learning rate, of all that Muon does not take (MoVE: of all, Muon's matrices too, as in its
 recipe). It is constant until it falls to zero over the last 40%. Rates are the papers' (LIMe's:
-1e-3) times 3, 9 and 27, and 81 where 27 was best; MoVE's a ninth, a third, one and three times
-nanochat's, with less weight decay also twice that.
+1e-3) times 3, 9 and 27, then 81 or 1 where the outermost was best; MoVE's a ninth, a third, one and three times
+nanochat's, with less weight decay also twice and four times that.
 
 - "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": no baselines.
 - "decay 0.02": MoVE with a tenth of its recipe's weight decay, which grows with (12/depth)^2;
@@ -53,7 +53,8 @@ def add(title, first, rate, **keys):
 for title, rate in recipes.items():
     for factor in (3, 9, 27):
         add(title, f"{title} {3 * rate:.2g}", factor * rate, dense=True)
-for title, factor in (("LIMe", 81), ("MIDUS base", 81), ("MIDUS base", 243), ("MoVE", 1)):
+for title, factor in (("LIMe", 81), ("MIDUS base", 81), ("MIDUS base", 243), ("MoVE", 1),
+                      ("HierMem", 1)):
     add(title, f"{title} {3 * recipes[title]:.2g}", factor * recipes[title], dense=True)
 for factor in (3, 9, 27):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
