@@ -4,8 +4,8 @@ quarter of its next length, one seed.
 A comparison of memories is one of tuned models, or it compares luck with rates. The name of a row
 has its learning rate, of all that Muon does not take (MoVE: of all, Muon's matrices too, as in its
 recipe). It is constant until it falls to zero over the last 40%. Rates are the papers' (LIMe's:
-1e-3) times 3, 9 and 27, then 81 or 1 where the outermost was best; MoVE's a ninth, a third, one and three times
-nanochat's, with less weight decay also twice and four times that.
+1e-3) times 3, 9 and 27, then 81 or 1 where the outermost was best; MoVE's a ninth, a third, one and
+three times nanochat's, with less weight decay also twice and four times that.
 
 - "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": no baselines.
 - "decay 0.02": MoVE with a tenth of its recipe's weight decay, which grows with (12/depth)^2;
