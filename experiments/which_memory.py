@@ -47,17 +47,22 @@ gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, samp
 lengths = dict(cpu=cpu, cpu_4M=cpu_4M, cpu_16M=cpu_16M, gpu=gpu)
 untuned = dict(optimizer="muon", schedule="wsd")                # at the recipe's other rates
 tuned = {                       # on a CPU: the best of which_rates.py
-    "MoVE": {},
+    "MoVE": dict(learning_rate=0.04, weight_decay=0.02),
     "LIMe": dict(learning_rate=81e-3, router_lr=1e-2 / 81e-3),
     "UltraMemV2": dict(learning_rate=36e-4),
-    "HierMem": dict(learning_rate=45e-3),
+    "HierMem": dict(learning_rate=45e-3, memory_lr=1 / 9),
     "MIDUS base": dict(learning_rate=162e-3),
     "MIDUS base continued": dict(learning_rate=135e-4),
     "MIDUS": dict(learning_rate=18e-3),
     "HierMem dense continued": dict(learning_rate=15e-3),
     "HierMem post-hoc": dict(learning_rate=15e-3, memory_lr=1 / 3),
 }
-bank = dict(memory_lr=1 / 9)                                    # HierMem's: 5e-3, the recipe's rate
+tuned_4M = {                    # from 3.9M tokens on
+    "MoVE": dict(learning_rate=0.02),
+    "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
+    "UltraMemV2": dict(learning_rate=12e-4),
+    "HierMem": dict(learning_rate=15e-3, memory_lr=1 / 3),
+}
 times = {                       # a step of the memory on a CPU, its baseline's 1: step_time.py
     "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 1.77, "HierMem": 1.10,
     "MIDUS": 1.02, "HierMem post-hoc": 0.76,
@@ -70,9 +75,9 @@ for path in sorted(run.ROOT.glob("model_*.py")):                # and your own
 
 
 def keys_of(title, name):
-    if title == "MoVE":                                         # its recipe has Muon
-        return dict(model=name)
-    return dict(model=name, **untuned, cpu=tuned.get(title, {}))
+    recipe = {} if title == "MoVE" else untuned                 # MoVE's has Muon
+    late = tuned_4M.get(title, {})
+    return dict(model=name, **recipe, cpu=tuned.get(title, {}), cpu_4M=late, cpu_16M=late)
 
 
 def longer(title):
@@ -85,12 +90,9 @@ variants = {}
 baseline = {}
 for title, name in models.items():
     keys = keys_of(title, name)
-    memory = bank if title == "HierMem" else {}
     variants[f"{title} dense"] = (dict(keys, dense=True), None)
-    variants[title] = (dict(keys, **memory), None)
+    variants[title] = (keys, None)
     baseline[title] = f"{title} dense"
-for title in ("MoVE dense", "MoVE"):                           # a tenth of the recipe's decay
-    variants[title][0]["cpu_16M"] = dict(weight_decay=0.02)
 started = {
     "MIDUS base": dict(dense=True),
     "MIDUS base continued": dict(init_from="@MIDUS base", phase="cpt", upscale="base"),
