@@ -54,12 +54,11 @@ for title, rate in recipes.items():
     for factor in (3, 9, 27):
         add(title, f"{title} {3 * rate:.2g}", factor * rate, dense=True)
 for title, factor in (("LIMe", 81), ("MIDUS base", 81), ("MIDUS base", 243), ("MoVE", 1),
-                      ("HierMem", 1)):
+                      ("HierMem", 1), ("LIMe", 1), ("UltraMemV2", 1)):
     add(title, f"{title} {3 * recipes[title]:.2g}", factor * recipes[title], dense=True)
-for factor in (3, 9, 27):
+for factor in (3, 9, 27, 1):
     add("UltraMemV2 memory", "UltraMemV2 0.0012", factor * 4e-4)
     add("MoVE memory", "MoVE 0.0067", factor * 2e-2 / 9)
-add("MoVE memory", "MoVE 0.0067", 2e-2 / 9)
 for decay in (0.0, 0.02):                                       # the recipe's 0.2: 1.8 at 4 layers
     for rate in (0.0067, 0.02, 0.04, 0.08):
         dense = f"MoVE decay {decay:g} at {rate:g}"
@@ -73,7 +72,7 @@ for rate in (0.0067, 0.02):
 for part in (1 / 3, 3, 9):
     add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
-for rate in (0.081, 0.027):
+for rate in (0.081, 0.027, 0.009, 0.003):
     for router in (1e-3, 3e-3, 1e-2):
         add(f"LIMe routers {router:.2g} at", f"LIMe {rate}", rate, router_lr=router / rate)
 published = dict(kv_init=(3 * 128) ** -0.5)                     # of the published LIMe's K and V
@@ -84,8 +83,9 @@ for title, rate in (("LIMe", 0.081), ("UltraMemV2", 36e-4), ("HierMem", 0.045)):
 add("LIMe routers long warm-up at", "LIMe 0.081", 0.081, router_lr=1e-2 / 0.081, warmup=0.15)
 for part in (1, 3, 9, 27):
     add(f"HierMem memory 1/{part} at", "HierMem 0.045", 0.045, memory_lr=1 / part)
-for part in (1, 3, 9):
-    add(f"HierMem memory 1/{part} at", "HierMem 0.015", 0.015, memory_lr=1 / part)
+for rate in (0.015, 0.005):
+    for part in (1, 3, 9):
+        add(f"HierMem memory 1/{part} at", f"HierMem {rate}", rate, memory_lr=1 / part)
 for rate, part in ((0.015, 3), (0.045, 9)):                     # the bank's rate: 5e-3
     add("HierMem Muon 0.0067 at", "HierMem 0.045", rate, dense=True, muon_lr=67e-4)
     add(f"HierMem memory 1/{part} Muon 0.0067 at", "HierMem 0.045", rate, memory_lr=1 / part,
