@@ -59,7 +59,7 @@ tuned = {                       # on a CPU: the best of which_rates.py
 }
 tuned_4M = {                    # from 3.9M tokens on
     "MoVE": dict(learning_rate=0.02),
-    "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
+    "LIMe": dict(learning_rate=9e-3, router_lr=1e-2 / 9e-3),
     "UltraMemV2": dict(learning_rate=12e-4),
     "HierMem": dict(learning_rate=15e-3, memory_lr=1 / 3),
 }
