@@ -59,7 +59,8 @@ tuned = {                       # on a CPU: the best of which_rates.py
 }
 tuned_4M = {                    # from 3.9M tokens on
     "MoVE": dict(learning_rate=0.02),
-    "LIMe": dict(learning_rate=9e-3, router_lr=1e-2 / 9e-3),
+    "LIMe dense": dict(learning_rate=9e-3),
+    "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
     "UltraMemV2": dict(learning_rate=12e-4),
     "HierMem": dict(learning_rate=15e-3, memory_lr=1 / 3),
 }
@@ -74,10 +75,15 @@ for path in sorted(run.ROOT.glob("model_*.py")):                # and your own
         models[own] = own
 
 
+def best(rates, title):
+    """A variant's own rates, or those that a baseline shares with its memory."""
+    return rates.get(title, rates.get(title.removesuffix(" dense"), {}))
+
+
 def keys_of(title, name):
-    recipe = {} if title == "MoVE" else untuned                 # MoVE's has Muon
-    late = tuned_4M.get(title, {})
-    return dict(model=name, **recipe, cpu=tuned.get(title, {}), cpu_4M=late, cpu_16M=late)
+    recipe = {} if name == "move" else untuned                  # MoVE's has Muon
+    late = best(tuned_4M, title)
+    return dict(model=name, **recipe, cpu=best(tuned, title), cpu_4M=late, cpu_16M=late)
 
 
 def longer(title):
@@ -89,10 +95,10 @@ def longer(title):
 variants = {}
 baseline = {}
 for title, name in models.items():
-    keys = keys_of(title, name)
-    variants[f"{title} dense"] = (dict(keys, dense=True), None)
-    variants[title] = (keys, None)
-    baseline[title] = f"{title} dense"
+    dense = f"{title} dense"
+    variants[dense] = (dict(keys_of(dense, name), dense=True), None)
+    variants[title] = (keys_of(title, name), None)
+    baseline[title] = dense
 started = {
     "MIDUS base": dict(dense=True),
     "MIDUS base continued": dict(init_from="@MIDUS base", phase="cpt", upscale="base"),

@@ -81,10 +81,8 @@ add("LIMe dense published start at", "LIMe 0.081", 0.081, dense=True, **publishe
 for title, rate in (("LIMe", 0.081), ("UltraMemV2", 36e-4), ("HierMem", 0.045)):
     add(f"{title} long warm-up at", f"{title} {rate:.2g}", rate, dense=True, warmup=0.15)
 add("LIMe routers long warm-up at", "LIMe 0.081", 0.081, router_lr=1e-2 / 0.081, warmup=0.15)
-for part in (1, 3, 9, 27):
-    add(f"HierMem memory 1/{part} at", "HierMem 0.045", 0.045, memory_lr=1 / part)
-for rate in (0.015, 0.005):
-    for part in (1, 3, 9):
+for rate in (0.045, 0.015, 0.005):
+    for part in (1, 3, 9, 27):
         add(f"HierMem memory 1/{part} at", f"HierMem {rate}", rate, memory_lr=1 / part)
 for rate, part in ((0.015, 3), (0.045, 9)):                     # the bank's rate: 5e-3
     add("HierMem Muon 0.0067 at", "HierMem 0.045", rate, dense=True, muon_lr=67e-4)
