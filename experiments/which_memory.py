@@ -50,6 +50,7 @@ tuned = {                       # on a CPU: the best of which_rates.py
     "MoVE": dict(learning_rate=0.04, weight_decay=0.02),
     "LIMe": dict(learning_rate=81e-3, router_lr=1e-2 / 81e-3),
     "UltraMemV2": dict(learning_rate=36e-4),
+    "HierMem dense": dict(learning_rate=45e-3),
     "HierMem": dict(learning_rate=45e-3, memory_lr=1 / 9),
     "MIDUS base": dict(learning_rate=162e-3),
     "MIDUS base continued": dict(learning_rate=135e-4),
@@ -62,7 +63,8 @@ tuned_4M = {                    # from 3.9M tokens on
     "LIMe dense": dict(learning_rate=9e-3),
     "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
     "UltraMemV2": dict(learning_rate=12e-4),
-    "HierMem": dict(learning_rate=15e-3, memory_lr=1 / 3),
+    "HierMem dense": dict(learning_rate=15e-3),
+    "HierMem": dict(learning_rate=15e-3, memory_lr=1 / 9),
 }
 times = {                       # a step of the memory on a CPU, its baseline's 1: step_time.py
     "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 1.77, "HierMem": 1.10,
