@@ -6,8 +6,8 @@ run goes over it once, so that one run gives both the bits per byte and what was
 and the post-hoc bank start from the trained baseline and are compared with going on with the
 baseline over the same text. "longer" is a baseline that has as much time as its memory: so many
 more steps (`times`), over the same text again. Scale cpu has 1M tokens, cpu_4M and cpu_16M have
-more. All train their matrices with Muon, at which_rates.py's rates. MoVE's optimizer and rate are
-its recipe's; its weight decay is a tenth of the recipe's in cpu_16M, else all of it.
+more. All train their matrices with Muon. On a CPU each variant has its best rates of which_rates.py
+(the baseline and the memory each its own), MoVE a tenth of its recipe's weight decay, too.
 
 A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
 that every machine has by mine.py. The costs are measured after the runs, on the same machine, which
