@@ -242,28 +242,21 @@ def tokens(rows):
 
 
 def draw_growth(found, file):
-    """Gain over tokens, a colour a memory, with its one-sided 95% bound. A line joins what has the
-    same settings. One seed has no bound and is left out."""
+    """Gain over tokens, a line a memory, with its one-sided 95% bound, which one seed has not."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
     places = set()
     for n, title in enumerate(memories):
-        lines = {}                                              # settings: points
+        points = []
         for rows in found.values():
             gain, _ = gains(rows, title)
             if len(gain) > 1:
-                keys = dict(rows[title][0]["overrides"])
-                for key in ("max_iters", "eval_interval"):
-                    del keys[key]
-                point = (tokens(rows), mean(gain), run.noise(gain))
-                lines.setdefault(str(keys), []).append(point)
-        label = title
-        for points in lines.values():
+                points.append((tokens(rows), mean(gain), run.noise(gain)))
+        if points:
             x, y, bounds = zip(*points)
-            axes.errorbar(x, y, yerr=bounds, fmt="o-", capsize=4, color=f"C{n}", label=label)
+            axes.errorbar(x, y, yerr=bounds, fmt="o-", capsize=4, color=f"C{n}", label=title)
             places.update(x)
-            label = None
     axes.axhline(0, color="grey", linewidth=1)
     places = sorted(places)
     axes.set(xscale="log", xticks=places, xticklabels=[f"{n / 1e6:.1f}M" for n in places],
