@@ -6,8 +6,9 @@ run goes over it once, so that one run gives both the bits per byte and what was
 and the post-hoc bank start from the trained baseline and are compared with going on with the
 baseline over the same text. "longer" is a baseline that has as much time as its memory: so many
 more steps (`times`), over the same text again. Scale cpu has 1M tokens, cpu_4M and cpu_16M have
-more. All train their matrices with Muon. On a CPU each variant has its best rates of which_rates.py
-(the baseline and the memory each its own), MoVE a tenth of its recipe's weight decay, too.
+more. All train their matrices with Muon. On a CPU each variant has the best rates of
+which_rates.py, and where only its baseline's were swept, that one's; MoVE a tenth of its recipe's
+weight decay (no other's was swept). A model of your own has its recipe's rates.
 
 A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
 that every machine has by mine.py. The costs are measured after the runs, on the same machine, which
@@ -58,7 +59,7 @@ tuned = {                       # on a CPU: the best of which_rates.py
     "HierMem dense continued": dict(learning_rate=15e-3),
     "HierMem post-hoc": dict(learning_rate=15e-3, memory_lr=1 / 3),
 }
-tuned_4M = {                    # from 3.9M tokens on
+tuned_4M = {                    # from 3.9M tokens on; who is not here keeps those of 1M
     "MoVE": dict(learning_rate=0.02),
     "LIMe dense": dict(learning_rate=9e-3),
     "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
@@ -77,15 +78,15 @@ for path in sorted(run.ROOT.glob("model_*.py")):                # and your own
         models[own] = own
 
 
-def best(rates, title):
-    """A variant's own rates, or those that a baseline shares with its memory."""
+def rates_of(title, rates):
+    """A variant's rates; a baseline without its own has its memory's."""
     return rates.get(title, rates.get(title.removesuffix(" dense"), {}))
 
 
 def keys_of(title, name):
     recipe = {} if name == "move" else untuned                  # MoVE's has Muon
-    late = best(tuned_4M, title)
-    return dict(model=name, **recipe, cpu=best(tuned, title), cpu_4M=late, cpu_16M=late)
+    late = rates_of(title, tuned_4M)
+    return dict(model=name, **recipe, cpu=rates_of(title, tuned), cpu_4M=late, cpu_16M=late)
 
 
 def longer(title):

@@ -1,13 +1,13 @@
-"""The learning rates at which the models of which_memory.py are best: whole runs of 1M tokens, a
-quarter of its next length, one seed.
+"""The learning rates at which the models of which_memory.py are best: one seed, whole runs of
+1M tokens at scale cpu, a quarter of which_memory's length at the others.
 
 A comparison of memories is one of tuned models, or it compares luck with rates. The name of a row
 has its learning rate, of all that Muon does not take (MoVE: of all, Muon's matrices too, as in its
 recipe). It is constant until it falls to zero over the last 40%. Rates are the papers' (LIMe's:
-1e-3) times 3, 9 and 27, then 81 or 1 where the outermost was best; MoVE's a ninth, a third, one and
-three times nanochat's, with less weight decay also twice and four times that.
+1e-3) times 3, 9 and 27, then 81, 243 or 1 where the outermost was best; MoVE's a ninth, a third,
+one and three times nanochat's, with less weight decay also twice and four times that.
 
-- "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": no baselines.
+- "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": the memories.
 - "decay 0.02": MoVE with a tenth of its recipe's weight decay, which grows with (12/depth)^2;
   "decay 0": with none.
 - "Muon 0.0067": a third of the rate that Muon's matrices have otherwise.
@@ -15,10 +15,9 @@ three times nanochat's, with less weight decay also twice and four times that.
 - "values x3": UltraMemV2's values begin at 3 times the rate and fall to it.
 - "published start": LIMe's K and V from the published code's variance.
 - "long warm-up": 36 steps instead of 5.
-- "continued", "grown", "post-hoc": start from the baseline that was best.
+- "continued", "grown", "post-hoc": start from the best of the first three baselines.
 
-Scales cpu_4M and cpu_16M are a quarter of which_memory's: does a longer run want lower rates? The
-"whole" rows are as long as which_memory's, with the recipe's weight decay.
+The "whole" rows (cpu_16M only) are as long as which_memory's, with the recipe's weight decay.
 """
 from experiments.which_memory import cpu, cpu_4M, cpu_16M, gpu, models, prepare
 
