@@ -383,6 +383,9 @@ MUTANTS = [
      "pass", "begins_anew"),
     ("experiments/speedrun.py", 'as_flags({**track.fixed, "seed": seed})',
      'as_flags({**track.fixed, "seed": 0})', "by_turns"),
+    ("experiments/which_memory.py", "first, last = gain[0], gain[-1]",
+     "first, last = gain[:2]", "changes_with"),
+    ("experiments/which_memory.py", "fewest = min(", "fewest = max(", "changes_with"),
 ]
 
 if __name__ == "__main__":

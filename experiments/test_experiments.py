@@ -630,15 +630,27 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     assert lime.startswith(f"| LIMe | +0 | {step:.2f}x | 1.50x | - |"), "no checkpoint to decode"
     assert midus.endswith("| +0.1000 | sign agrees (1 seed) | +0.1000 | sign agrees (1 seed) | 1 |")
     heading, _, move, *_ = (results / "which_memory-growth.md").read_text().splitlines()
-    assert heading == "| gain in bits per byte | 10 | 40 |"
-    assert move == "| MoVE | +0.0450 ± 0.0071 | +0.0450 ± 0.0071 |"
+    assert heading == "| gain in bits per byte | 10 | 40 | change | bound | as the text grows |"
+    assert move.startswith("| MoVE | +0.0450 ± 0.0071 | +0.0450 ± 0.0071 | +0.0000 | 0.0446 |")
     for picture in ("cpu-gain", "cpu-recall", "growth"):
         assert (results / f"which_memory-{picture}.png").exists()
     bpb |= dict.fromkeys(("MoVE", "MoVE dense", "MoVE dense longer"), ())
     which_memory.finish(results_of("", "cpu"), "cpu")
     lines = (results / "which_memory-growth.md").read_text().splitlines()
     assert lines[0] == heading
-    assert lines[2] == "| MoVE | - | - |"
+    assert lines[2] == "| MoVE | - | - | - | - | - |"
+
+
+def test_a_gain_that_changes_with_length_has_a_bound():
+    from experiments.which_memory import change
+    a, b, c = (0.05, 0.06, 0.07), (0.04, 0.04, 0.04), (0.01, 0.03)
+    assert change([a]) == ["-", "-", "-"], "one length"
+    error = 0.01 / 3 ** 0.5                                     # of a's mean; b has none
+    assert change([a, b]) == ["-0.0200", f"{2.920 * error:.4f}", "shrinks"]
+    assert change([b, c, a]) == ["+0.0200", f"{2.920 * error:.4f}", "grows"], "first and last"
+    error = (error ** 2 + 0.01 ** 2) ** 0.5                     # deviation of c: 0.02 / sqrt(2)
+    assert change([a, c]) == ["-0.0400", f"{6.314 * error:.4f}", "inside noise"]
+    assert change([b, b]) == ["+0.0000", "0.0000", "inside noise"]
 
 
 def test_my_own_model_has_the_rates_of_what_it_was_copied_from():

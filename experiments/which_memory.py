@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, variance
 
 import torch
 
@@ -230,12 +230,33 @@ def table(rows, measured):
 
 
 def growth(found):
-    """{scale: rows} -> the table of gains at equal tokens by length."""
-    lines = run.heading(["gain in bits per byte", *(f"{tokens(found[s]):,}" for s in found)])
+    """{scale: rows} -> the table of gains at equal tokens by length, and of their change from the
+    first length to the last."""
+    lengths = [f"{tokens(rows):,}" for rows in found.values()]
+    lines = run.heading(["gain in bits per byte", *lengths, "change", "bound", "as the text grows"])
     for title in memories:
-        cells = [run.text(gains(rows, title)[0], "+") for rows in found.values()]
-        lines.append(run.line([title, *cells]))
+        gain = [gains(rows, title)[0] for rows in found.values()]
+        cells = [run.text(d, "+") for d in gain]
+        lines.append(run.line([title, *cells, *change([d for d in gain if len(d) > 1])]))
+    lines += ["", "Change: from the first length with two seeds to the last. Bound: one-sided 95%."]
     return "\n".join(lines) + "\n"
+
+
+def change(gain):
+    """From the first to the last of these gains, each of two seeds or more: the difference of their
+    means, what it must exceed, what the gain does. Two texts' seeds are no pairs: the bound is the
+    one-sided 95% t of two samples, with the degrees of freedom of the smaller one."""
+    if len(gain) < 2:
+        return ["-", "-", "-"]
+    first, last = gain[0], gain[-1]
+    moved = mean(last) - mean(first)
+    error = (variance(first) / len(first) + variance(last) / len(last)) ** 0.5
+    fewest = min(len(first), len(last))
+    bound = run.T95[min(fewest - 1, 9) - 1] * error
+    word = "inside noise"
+    if abs(moved) > bound:
+        word = "grows" if moved > 0 else "shrinks"
+    return [f"{moved:+.4f}", f"{bound:.4f}", word]
 
 
 def tokens(rows):
