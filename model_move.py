@@ -5,8 +5,8 @@ Auto-Regressive Models").
 The idea: attention moves *values* around, and a value is a function of the hidden state alone.
 MoVE gives every token of the vocabulary M further value vectors, kept in one bank that all layers
 share. In every layer and every head a gate computed from the hidden state mixes them with the
-ordinary value. Reading the bank is an embedding lookup, so the memory grows (M = 6, 12, 24, 48
-slots a token) while the arithmetic hardly does: by the fraction H(M+1)/(12d+2T), eq. 5.
+ordinary value. Reading the bank is an embedding lookup, so the memory grows (at 12 layers M = 6,
+12, 24, 48 slots a token) while the arithmetic hardly does: by the fraction H(M+1)/(12d+2T), eq. 5.
 
     V     = x W_V                                        (B, T, H_kv, d_h)       eq. 1
     rows  = bank[w]                                      (B, T, M, H_kv, d_h)    eq. 2, w: token ids
@@ -28,7 +28,8 @@ slots a token) while the arithmetic hardly does: by the fraction H(M+1)/(12d+2T)
 What to compare it with (below the fold): LaVE, a table of value embeddings for every second layer
 (eq. 6), and both of them inside Multi-head Latent Attention (eq. 7). The backbone is nanochat's of
 January 2026: norms without weights, rotary embeddings, normed queries and keys, relu^2, untied
-embeddings, soft-capped logits.
+embeddings, soft-capped logits, full attention, and x = resid_lambda * x + x0_lambda * x0 before
+each block, where x0 is the embedding.
 
     python train.py --model=move --depth=4 --memory_scale=4     # x4; --dense=True: without a memory
 """
@@ -139,7 +140,7 @@ SOFTCAP = 15.0                                                 # no logit is bey
 
 
 def rotary_frequencies(config, device):
-    """theta (d_h/2,): 10000^(-2i/d_h), below zero: nanochat turns the other way than Llama."""
+    """theta (d_h/2,): -10000^(-2i/d_h), negative since nanochat turns the other way than Llama."""
     exponent = -torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)
     return -(10000.0 ** (exponent / config.head_dim))
 
@@ -227,7 +228,7 @@ class Bank(nn.Module):
     Read once a forward, not once a layer: the distinct tokens of the batch, U of them (far fewer
     than B*T), are fetched into `rows`, and every layer reaches its tokens' vectors through
     `inverse`. So the layers' gradients meet in one (U, M, d_kv) buffer, and the bank gets one
-    gradient a step: dense, or of the touched rows alone (sparse_memory).
+    gradient a backward: dense, or of the touched rows alone (sparse_memory).
     """
 
     def __init__(self, config):
@@ -263,7 +264,8 @@ class MoVE(nn.Module):
 
     def forward(self, x, v, reading):
         """x (B, T, d) the normed hidden state that W_V saw too; v (B, T, H_kv, d_h) -> V_S:
-        gate[..., :1] * v + einsum("btmhd,bthm->bthd", bank[idx], gate[..., 1:]) at one go."""
+        gate[..., :1] * v + einsum("btmhd,bthm->bthd", rows, gate[..., 1:]) at one go, where rows
+        is bank[idx] split into heads."""
         v_s = mix_values(v.flatten(0, 1), reading.rows, reading.inverse,
                          self.gates(x).flatten(0, 1), self.gate_v, reading.order)    # eq. 4
         return v_s.view(v.shape)
@@ -328,8 +330,8 @@ class Model(nn.Module):
                 p.fill_(1.0)
             elif name.endswith(("x0_lambda", "W_O.weight", "down.weight", "W_G.weight")):
                 p.zero_()
-            else:                                              # uniform, of std 1/sqrt(fan_in)
-                fan_in = self.config.n_embd if name.endswith("table") else p.size(1)
+            else:                                              # uniform; std 1/sqrt(fan_in),
+                fan_in = self.config.n_embd if name.endswith("table") else p.size(1)    # tables: d
                 bound = (3 / fan_in) ** 0.5
                 p.uniform_(-bound, bound, generator=generator)
 
@@ -375,9 +377,9 @@ class Model(nn.Module):
         return [p for name, p in self.named_parameters() if name.endswith("table")]
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """nanochat's groups (optimizer "muon"), or the same with AdamW for the matrices. Rates are
-        ratios to learning_rate, the matrices' rate. nanochat's Muon decays a weight only where the
-        update shrinks it, too; torch's decays every weight."""
+        """nanochat's groups and rates (optimizer "muon"), or the same groups at rates of our own
+        (AdamW). All are ratios to learning_rate, the matrices' rate. nanochat's Muon decays a
+        weight only where the update shrinks it, too; torch's decays every weight."""
         def group(params, kind, ratio, decay=0.0):
             return dict(params=params, kind=kind, lr=ratio * learning_rate, weight_decay=decay,
                         schedule=True)
@@ -423,8 +425,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def inspect(self, idx):
-        """Gates (eq. 3) for one text idx (1, T): {"gates": (layers, T, H_kv, gates)}; the first
-        gate is g_0 where V is gated."""
+        """Gates (eq. 3) for one text idx (1, T): {"gates": (tensor (layers, T, H_kv, gates), names
+        of its axes)}; the first gate is g_0 where V is gated."""
         memories = [m for m in self.modules() if isinstance(m, MoVE)]    # LaVE is one, too
         if not memories:
             return {}
@@ -464,8 +466,8 @@ def lave_layers(config):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (section 4.4): keys and values are read from a narrow latent
     c = x W_DKV, and the memory is mixed into that latent, chunk by chunk (eq. 7). The cache holds
-    c_S alone, d_c = d/32 numbers a token and layer. So keys, too, are read from c_S; the paper does
-    not print that."""
+    c_S alone, d_c numbers a token and layer (d/32 with the paper's heads). So keys, too, are read
+    from c_S; the paper does not print that. It absorbs W_UV into W_O, here values are made."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -490,7 +492,7 @@ class LatentAttention(nn.Module):
         if cache is not None:
             c = cache.append((self.layer, "c"), c)                               # (B, S, d_c)
             theta = rotary_frequencies(self.config, x.device)
-            rotary = rotary_tables(theta, 0, c.size(1))        # all keys are made again
+            rotary = rotary_tables(theta, 0, c.size(1))        # keys, values: made again
         k = rms_norm(rotate(self.W_UK(c).unflatten(-1, heads), rotary))          # (B, S, H, d_h)
         v = self.W_UV(c).unflatten(-1, heads)
         return self.W_O(attend(q, k, v))

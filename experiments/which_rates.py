@@ -9,7 +9,7 @@ one and three times nanochat's, with less weight decay also twice and four times
 
 - "LIMe 0.003", "HierMem 0.015", ...: baselines. "MoVE memory", "UltraMemV2 memory": the memories.
 - "decay 0.02": MoVE with a tenth of its recipe's weight decay, which grows with (12/depth)^2;
-  "decay 0": with none.
+  "decay 0": with none; "bank x3": its bank at 3 times the recipe's rate.
 - "Muon 0.0067": a third of the rate that Muon's matrices have otherwise.
 - "routers": LIMe with a rate of their own; "memory 1/9": HierMem, the bank at a fraction.
 - "values x3": UltraMemV2's values begin at 3 times the rate and fall to it.
@@ -68,6 +68,9 @@ for rate in (0.0067, 0.02):
         keys = dict(keys, model="move", learning_rate=rate, cpu_16M=whole)
         variants[f"{title} {rate:g}"] = (keys, None)
         baseline[f"{title} {rate:g}"] = f"MoVE whole {rate:g}"
+for part in (1 / 9, 1 / 3, 3):
+    add(f"MoVE memory bank x{part:.2g} decay 0.02 at", "MoVE decay 0.02 at 0.02", 2e-2,
+        weight_decay=0.02, memory_lr=part)
 for part in (1 / 3, 3, 9):
     add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
