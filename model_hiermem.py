@@ -15,11 +15,11 @@ of parameters in its bank runs with 10% more than its anchor. Level l has n_l = 
     |R|      = s_1 + ... + s_p            numbers are fetched
     |W|      = n_1 s_1 + ... + n_p s_p    numbers are in the bank
 
-FFN memories (the default) widen the SwiGLU of every layer by R = r_1 + ... + r_p channels,
-s_l = 3 r_l L d:
+FFN memories (the default) widen the SwiGLU of every layer by r = r_1 + ... + r_p channels,
+s_l = 3 r_l d n_layer:
 
     y = W3 (silu(W1 x) * W2 x)  +  M3 (silu(M1 x) * M2 x)
-    M1, M2, M3^T (R, d) are fetched; M3 = 0 at first
+    M1, M2, M3^T (r, d) are fetched; M3 = 0 at first
 
       text --embed--> phi --walk--> path   bank, level 1: [ ][#][ ][ ]              generic [ ]
                                       |          level 2: [ ][ ][ ][ ][ ][#][ ] ... generic [ ]
@@ -69,11 +69,11 @@ class Config:
     qkv_bias: bool = False        # biases of queries, keys and values (Qwen2.5)
     rope_base: float = 100000.0   # of the rotary embedding
     rope_scaling: str = ""        # Llama 3's, factor:low:high:context: 32:1:4:8192 (3.2 1B)
-    eot: int = -1                 # opens a document, beyond which attention does not look; -1: none
+    eot: int = -1                 # opens a document or window; attention stays inside; -1: none
     memory: str = "ffn"           # ffn | lora_qk | lora_vo | lora_ffn | kv | none
-    clusters: str = "8,8"         # k_1,...,k_p: children of a node, root to leaves (paper 16 x 4)
+    clusters: str = "8,8"         # k_1,...,k_p: children of a node, root to leaves (16,16,16,16)
     ranks: str = "64,24"          # r_1,...,r_p: FFN channels, LoRA ranks or key-value pairs
-    memory_layers: str = "all"    # all | early | middle | late: 2L/7 with as much in all (Table 9)
+    memory_layers: str = "all"    # all | early | middle | late: 2L/7 layers, same total (Table 9)
     generic: float = -1.0         # share of sequences with the generic memory; -1: 1/(k_1 + 1)
     memory_lr: float = 1.0        # learning rate of the bank, in units of the anchor's
     frozen: bool = False          # only memories are trained
@@ -190,7 +190,8 @@ RECIPE = {
 
 
 # ---------------------------------------------------------------- the backbone
-# OpenLM, which is Llama with a norm of queries and keys.
+# OpenLM, which is Llama with a norm of queries and keys. (Its norms are LayerNorms, the paper does
+# not name one; these are Llama's.)
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -304,7 +305,7 @@ class Memory:
     bit for bit."""
 
     def __init__(self, config, weights):
-        """weights (B, R, width): the channels of all levels together; None: no memory."""
+        """weights (B, r, width): the channels of all levels together; None: no memory."""
         if weights is not None:
             widths = self.widths(config)
             self.part = dict(zip(widths, weights.split(list(widths.values()), -1)))
@@ -322,7 +323,7 @@ class Memory:
 
 
 class FFN(Memory):
-    """FFN memory (Figure 18): R more channels in the SwiGLU, as a gated product of their own."""
+    """FFN memory (Figure 18): r more channels in the SwiGLU, as a gated product of their own."""
 
     @staticmethod
     def widths(config):
@@ -336,7 +337,7 @@ class FFN(Memory):
             init_normal(part, config.n_embd ** -0.5, generator)
 
     def mlp(self, mlp, x):                                     # x (B, T, d)
-        M1, M2, M3 = self.part.values()                        # M1, M2, M3^T: (B, R, d)
+        M1, M2, M3 = self.part.values()                        # M1, M2, M3^T: (B, r, d)
         return mlp(x) + (F.silu(x @ M1.mT) * (x @ M2.mT)) @ M3
 
 
@@ -400,7 +401,7 @@ class Bank(nn.ModuleDict):
 
     @torch.compiler.disable     # how many blocks are distinct depends on the data: a graph break
     def forward(self, leaf, device):
-        """R(x; W) (eq. 2.2): leaf (B,) int64 -> {layer: (B, R, width)} on the device."""
+        """R(x; W) (eq. 2.2): leaf (B,) int64 -> {layer: (B, r, width)} on the device."""
         rows = []
         for l, level in self.items():
             below = self.config.nodes[-1] // self.config.nodes[int(l) - 1]   # leaves under a node
@@ -478,7 +479,7 @@ class Model(nn.Module):
                 init_normal(p, d ** -0.5, generator)
 
     def fetch(self, leaf, B):
-        """What B sequences fetch, {layer: (B, R, width)}: leaf (B,) int64, or one for all, or None
+        """What B sequences fetch, {layer: (B, r, width)}: leaf (B,) int64, or one for all, or None
         for nothing."""
         if leaf is None or not self.bank:
             return {}
@@ -508,7 +509,7 @@ class Model(nn.Module):
         if start:
             fetched = cache.store["memory"]
         else:
-            fetched = self.fetch(leaf, len(idx))               # {layer: (B, R, width)}
+            fetched = self.fetch(leaf, len(idx))               # {layer: (B, r, width)}
         rotary = rotary_tables(rotary_frequencies(config, idx.device), start, idx.size(1))
         mask = self.document_mask(idx, cache)
         x = self.embed(idx)                                    # (B, T, d)
@@ -579,8 +580,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def inspect(self, idx, leaf=-1):
-        """How far the memory moves the residual stream of idx (1, T): {"memory": (layers, T)}, in
-        parts of the anchor's own norm."""
+        """How far the memory moves the residual stream of idx (1, T): {"memory": (layers, T)}, as a
+        share of the norm of the anchor's own stream."""
         if not self.bank:
             return {}
         anchor = self.streams(idx, None)
@@ -604,8 +605,8 @@ class Model(nn.Module):
         return torch.stack(found)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """Anchor and bank; weight decay for all (section A). RowAdamW ("rows") updates the blocks
-        that were fetched, and no other."""
+        """Anchor and bank, decay for all, as in OpenLM. RowAdamW ("rows") updates the blocks that
+        were fetched, and no other; the paper does not say."""
         anchor = [p for name, p in self.named_parameters() if not name.startswith("bank.")]
         groups = [dict(params=anchor, kind="adamw", lr=learning_rate)]
         if self.bank:
@@ -641,8 +642,8 @@ class Model(nn.Module):
 # ================================================================ below the fold: other memories
 
 class LoRA(Memory):
-    """Low-rank patches of some of a block's matrices, W x + 2 B(A x) (Figures 14 to 16); the 2 is
-    not divided by the rank."""
+    """Low-rank patches of some of a block's matrices, W x + 2 B(A x) (Figures 14 to 16). The
+    paper's alpha = 2 is read as a factor that is not divided by the rank."""
 
     matrices = ()
 
@@ -662,14 +663,14 @@ class LoRA(Memory):
     def init(name, part, config, generator):
         if name.endswith("B"):
             part.zero_()
-        else:                                                  # Kaiming's, for the fan-in of A
+        else:                                                  # as LoRA's code, for A's fan-in
             bound = part.size(-1) ** -0.5
             part.uniform_(-bound, bound, generator=generator)
 
     def linear(self, name, W, x):
         if name not in self.matrices:
             return W(x)
-        A, B = self.part[f"{name}.A"], self.part[f"{name}.B"]  # A (B, R, in), B^T (B, R, out)
+        A, B = self.part[f"{name}.A"], self.part[f"{name}.B"]  # A (B, r, in), B^T (B, r, out)
         return W(x) + 2 * (x @ A.mT) @ B
 
 
@@ -707,7 +708,7 @@ class KV(Memory):
 
     def heads(self, q, y):
         k, v = (t.unflatten(-1, (-1, q.size(-1))).transpose(1, 2) for t in self.part.values())
-        found = F.scaled_dot_product_attention(                # k, v (B, H_kv, R, d_h)
+        found = F.scaled_dot_product_attention(                # k, v (B, H_kv, r, d_h)
             q.transpose(1, 2), k, v, enable_gqa=k.size(1) != q.size(2))
         return y + found.transpose(1, 2).reshape(y.shape)
 
@@ -785,9 +786,9 @@ def start(path, ckpt, fields):
     for name, value in fields.items():
         if name in free:
             changed[name] = value
-        elif name != "eot" and value not in (-1, "", have.get(name)):    # an anchor has learnt its
+        elif name != "eot" and value not in (-1, "", have.get(name)):    # eot: the checkpoint's own
             raise ValueError(f"{name}={value}: {path} has {name}={have.get(name)}; leave {name} "
-                             "out, or take data with its tree")          # own way with documents
+                             "out, or take data with its tree")
     config = Config(**{**have, **changed})
     return {"model_config": dict(vars(config)), "model": ckpt["model"]}
 

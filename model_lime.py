@@ -4,9 +4,9 @@ Representation Capacity").
 
 The idea: a Transformer's layer sees an earlier token through its newest hidden state alone, so all
 that later layers may need has to be squeezed through one vector. But the keys and values of all
-earlier layers have been computed anyway. LIMe lets every key/value head of layer l attend to a
-learned mixture of all heads of the layers 1 .. l. The mixture is one small matrix a layer, the
-router; it starts as the identity on the layer's own heads plus noise.
+earlier layers have been computed anyway. LIMe makes every key/value head of layer l a learned
+mixture of all heads of the layers 1 .. l. The mixture is one small matrix a layer, the router; it
+starts as the identity on the layer's own heads, with noise on the others.
 
     K_l, V_l = x W_K, x W_V                                (B, T, H_kv, d_h)             eq. 1
     K~_l[h]  = sum_l' sum_h' R_l[h, l' h'] K_l'[h']        R_l (H_kv, l*H_kv), l' <= l   eq. 2
@@ -21,7 +21,7 @@ router; it starts as the identity on the layer's own heads plus noise.
 
 The first layer has no router. The backbone is LLaMA: RMSNorm, RoPE, grouped-query attention,
 SwiGLU, tied embeddings. Below the fold: the paper's other routers (a few layers only, an average,
-one head, one weight a channel, weights from the input) and its baselines, DenseFormer and
+the same head only, one weight a channel, weights from the input) and its baselines, DenseFormer and
 Hyper-Connections.
 
     python train.py --model=lime --depth=4       # --dense=True: LLaMA; --router=last-2: another
@@ -98,7 +98,7 @@ class Config:
         return self.n_embd // self.n_head
 
 
-PRESETS = {                       # with --dense=True or --baseline=...: Table 13's other columns
+PRESETS = {                       # the 1b ones, with --dense=True and --baseline=...: Table 13
     "1b_gqa": dict(n_layer=16, n_embd=2048, n_head=32, n_kv_head=8, n_inner=8192),
     "1b_mha": dict(n_layer=16, n_embd=2048, n_head=32, n_kv_head=32, n_inner=8192),
     "150m": dict(n_layer=12, n_embd=768, n_head=12, n_inner=3072),
@@ -236,7 +236,7 @@ class Router(nn.Module):
 
     def init_weights(self, name):
         """A layer's own heads: the identity. The others: Kaiming uniform, so that together they add
-        the variance of one more head (Appendix H, where 3/((l+1)H) lacks its parentheses)."""
+        (n-1)/n of a head's variance, n layers (Appendix H, whose 3/((l+1)H) lacks parentheses)."""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:
@@ -257,7 +257,7 @@ class Router(nn.Module):
     def mix_again_backward(self, R, sources):
         """mix() joins all sources in one matrix, for one product. If every layer kept its matrix
         for the backward pass, that would be O(L^2) memory. checkpoint keeps the sources, which all
-        layers share, so O(L), and joins them again."""
+        layers share, so O(L), and joins them again. (Only a dynamic router's R_t is kept.)"""
         if not torch.is_grad_enabled():
             return self.mix(R, *sources)
         return checkpoint(self.mix, R, *sources, use_reentrant=False, preserve_rng_state=False)
@@ -270,7 +270,7 @@ class Router(nn.Module):
 
 
 def make_router(config, layer):
-    if config.router == "none" or layer == 0:                  # the first layer has nothing to mix
+    if config.router == "none" or layer == 0:                  # Appendix H: none in the first layer
         return None
     if config.router == "static":
         return Router(config, range(layer + 1))
@@ -359,7 +359,8 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """Routers learn faster than the rest, and do not decay; nor do embedding, head, norms and
-        the static part of hyper-connections. (A dynamic router's W is no router in this sense.)"""
+        the static part of hyper-connections. (A dynamic router's W learns at a tenth of
+        a router's rate, and does not decay.)"""
         c = self.config
         groups = {                                             # rate, as a ratio, and weight decay
             "router": (c.router_lr, c.router_decay),
@@ -451,7 +452,7 @@ class Average(Router):
 
 
 class NoHeadMix(Router):
-    """R (H_kv, n): head h reads the heads h of the other layers (Appendix F)."""
+    """R (H_kv, n): head h reads head h of every layer (Appendix F)."""
 
     def __init__(self, config, sources):
         super().__init__(config, sources)
@@ -565,7 +566,7 @@ class HyperConnection(nn.Module):
     n = 4                                                      # the paper's expansion rate
 
     def __init__(self, config, number):
-        """number counts the sub-layers."""
+        """number counts the sub-layers (in LIMe's published code: the blocks)."""
         super().__init__()
         d = config.n_embd
         self.number = number

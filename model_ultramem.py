@@ -6,17 +6,18 @@ The idea: beside the FFN of every block stands an enormous second FFN of which a
 hidden units only. Its N = n^2 units are tiny experts: a pre-value row P_i, a value row V_i, no
 activation. They stand on an n x n grid whose rows and columns have keys; cell (i, j) scores by a
 small bilinear form of row i's and column j's scores: 4n dot products rank n^2 experts. No softmax,
-no activation: choosing is the nonlinearity. P = B*T tokens, R retrieval heads, r = 2 Tucker ranks,
-H = 2 Tucker cores C (H, R, r, r), m slots picked by each head, k = R*m.
+no activation: choosing is the nonlinearity. P = B*T tokens (P_i is a pre-value), R retrieval heads,
+r = 2 Tucker ranks, H = 2 Tucker cores C (H, R, r, r), m slots picked by each head, k = R*m. (The
+paper writes one core; H of them, each weighing a slice of V_i, are its published code's.)
 
-    h     = RMSNorm(x)                          (P, d)      the FFN's input
+    h     = RMSNorm(x)                          (P, d)      the FFN's input; the paper's x
     q     = RMSNorm(h W_q)                      (P, 2, r, D_k)   for rows and columns, one a rank
     S_row = q_row K_row,  S_col = q_col K_col   (P, R, r, n)     eq. 6; the keys RMS-normed, too
     u, v  = first singular vectors of sum_H C   (R, r)      the cores taken as of rank 1
     rows, columns: Top-m_key of u^T S_row and of v^T S_col  stage 1, indices only
     s, i  = Top-m of S_row^T C S_col there      (P, k, H), (P, k)    stage 2, by sum_H; eq. 7
     i     = Shuffle(i)                          eq. 8, fixed: the values do not see the grid
-    p     = P_i (h W_pre)                       (P, k)      eq. 15, the hidden units
+    p     = P_i (h W_pre)                       (P, k)      eq. 15, Appendix 6: the hidden units
     y     = sum_k (p s)_k V_i                   (P, D_v)    slice c of H weighted by core c's score
     x     = x + FFN(h) + y W_out                eq. 12
 
@@ -287,7 +288,7 @@ def own_generator(name, p):
 
 class Retrieval(nn.Module):
     """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8).
-    The h^2 heads of eq. 11 are `virtual` blocks of slots here."""
+    The h^2 heads of eq. 11 are `virtual` blocks of slots, with one C, as in the published code."""
 
     def __init__(self, config):
         super().__init__()
@@ -572,7 +573,7 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """AdamW with weight decay on everything, norms and values too, as published; but lazy Adam
         (sparse_memory) decays nothing. The published rate is for widths from 768 on: narrower
-        models get 768/d times as much. Memory+'s values stay at 1e-3."""
+        models get 768/d times as much. Memory+'s values stay at 1e-3 (where value_lr is 1)."""
         c = self.config
         rest, sparse = [], []
         for name, p in self.named_parameters():
@@ -610,7 +611,7 @@ class Model(nn.Module):
     def inspect(self, idx):
         """What the tokens of idx (B, T) pick, layer by layer: "dead", the share of slots that none
         picks; "kl" of their use to a uniform one; "use", the share of those that are picked 0, 1,
-        2-3, 4-7, ... times."""
+        2-3, 4-7, ..., 1024-2047 times."""
         found = {"dead": [], "kl": [], "use": []}
 
         def look(retrieve, inputs, output):
@@ -636,8 +637,8 @@ class Model(nn.Module):
 
 def appendix_start(memory, table, generator):
     """Appendix 6: norm weights with which a score is 1 on average, and tables with which the
-    memory's output has the variance that eq. 25 gives to the FFN's. (Its derivation cuts the
-    activation's input off at 0: a SwiGLU as it is comes out 1.8 times smaller.)"""
+    memory's output has the variance that eq. 25 gives to the FFN's. (Its derivation takes
+    SiLU's output as a normal kept positive: a SwiGLU as it is comes out 1.8 times smaller.)"""
     c, r = memory.config, memory.retrieve
     x = torch.randn(512, c.n_embd, generator=generator, device=r.perm.device)
     scores = r(x)[0]
@@ -706,7 +707,7 @@ PLAIN = dict(share="", rank_queries=1, virtual=1, projectors=1, balance_loss=0.0
 
 class ProductKeys(nn.Module):
     """A token's k = R*m slots by sums of a row's and a column's score (eqs. 3, 4), weighted by
-    softmax; every head has queries and keys of its own."""
+    softmax (Lample et al.'s, not in the equations); every head has queries and keys of its own."""
 
     def __init__(self, config):
         super().__init__()
@@ -774,7 +775,7 @@ class PKM(nn.Module):
 class MemoryPlus(PKM):
     """Memory+ (Berges et al. 2024): its layers share one table, and a gate decides what the values
     are worth here. Beside the FFN, as in the code published with Table 3; by section 4.2.6 the
-    original stands in its place. Queries are not normalised, as in the original."""
+    original stands in its place. Queries are not normalised, as in the original, unlike there."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

@@ -72,7 +72,7 @@ class Hooks:
     def new_cache(self, batch_size, max_len):
         return None
 
-    def inspect(self, idx):
+    def inspect(self, idx, **context):
         return {}
 
 
@@ -325,17 +325,17 @@ def word_tokens(tok, ids, word=""):
 
 
 @torch.inference_mode()
-def look(model, tok, text, word=""):
+def look(model, tok, text, word="", **context):
     """
     What model.inspect() returns for a text, {name: (grid (rows, columns), axes, gate_v)}: the mean
     over the tokens of a word and, where more than two axes are left, over heads. gate_v: 1 where
-    column 0 is no slot but the gate on V itself, else 0.
+    column 0 is no slot but the gate on V itself, else 0. context: from prompt_context().
     """
     ids, seen = [tok.eot] + tok.encode(text), {}
-    check_length(model, len(ids))
     tokens = torch.tensor(word_tokens(tok, ids, word))
     device = next(model.parameters()).device
-    for name, (tensor, axes) in model.inspect(torch.tensor([ids], device=device)).items():
+    found = model.inspect(torch.tensor([ids], device=device), **context)
+    for name, (tensor, axes) in found.items():
         grid, axes = tensor.float().cpu(), list(axes)
         if "token" in axes:
             grid = grid.index_select(axes.index("token"), tokens).mean(axes.index("token"))
@@ -379,9 +379,9 @@ def draw(path, panels, axes, gate_v):
     print(f"wrote {path}")
 
 
-def inspect_prompt(model, tok, text, words, folder):
+def inspect_prompt(model, tok, text, words, folder, context):
     """For each tensor of inspect() a picture with a panel a word."""
-    seen = {word: look(model, tok, text, word) for word in words}
+    seen = {word: look(model, tok, text, word, **context) for word in words}
     for name, (_, axes, gate_v) in seen[words[0]].items():
         grids = [found[name][0] for found in seen.values()]
         palette = colours(name, grids)
@@ -512,12 +512,12 @@ def main(argv):
         if torch.is_tensor(value):
             context[key] = value.to(c.device)
     header = f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}"
+    check_length(model, 1 + len(tok.encode(c.prompt)))
+    print(*filter(None, (header, note)), sep="\n", file=sys.stderr)
     with torch.autocast(kind, torch.bfloat16, enabled=half):
         if c.inspect:
-            inspect_prompt(model, tok, c.prompt, c.words.split(","), folder)
+            inspect_prompt(model, tok, c.prompt, c.words.split(","), folder, context)
         else:
-            check_length(model, 1 + len(tok.encode(c.prompt)))
-            print(*filter(None, (header, note)), sep="\n", file=sys.stderr)
             write_samples(model, tok, c, context)
 
 

@@ -3119,6 +3119,25 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs):
         model.prompt_context(text, ["nowhere"])
 
 
+def test_hiermem_inspect_draws_the_memory_that_the_prompt_asks_for(hier_runs, monkeypatch):
+    from experiments.topics import Retriever
+    run = hier_runs / "frozen"
+    leaf = Retriever.load(run / "retriever.npz").path(["violin chord melody"])[0, -1].item()
+
+    def drawn(*flags):
+        grids = []
+        monkeypatch.setattr(sample, "draw", lambda file, panels, *_: grids.append(panels[0][0][1]))
+        said = run_sample("--inspect=True", "--prompt=violin chord melody", *flags, out_dir=run)[1]
+        return grids[0], said
+
+    own, said = drawn()
+    assert f" > {leaf}: fetched" in said
+    assert own.min() > 0 and torch.equal(own, drawn(f"--leaf={leaf}")[0])
+    assert not torch.equal(own, drawn(f"--leaf={leaf ^ 1}")[0])
+    assert not torch.equal(own, drawn("--leaf=generic")[0])
+    assert drawn("--leaf=none")[0].eq(0).all()
+
+
 def test_hiermem_a_start_keeps_the_anchor_and_refuses_another_models_checkpoint():
     ckpt = {"model_config": vars(model_hiermem.Config(**SIZE, memory="none")), "model": {}}
     with pytest.raises(ValueError, match="n_layer=7: anchor has n_layer=3"):

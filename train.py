@@ -24,7 +24,7 @@ sample.py fills in what is missing:
     Model.prompt_context(text, folders, leaf,        the same for sample.py's prompt,        {}, ""
                          block, embedder_path)       and a line that says so
     Model.new_cache(batch_size, max_len)             decoding                                None
-    Model.inspect(idx)                               {name: (tensor, axes)}, pictures        {}
+    Model.inspect(idx, **prompt_context's)           {name: (tensor, axes)}, pictures        {}
     start(path, ckpt, fields), of the module         another model of a checkpoint           as is
 """
 import json

@@ -2,8 +2,8 @@
 one is worth more.
 
 A tree of 4, 16 and 64 nodes (gpu: 16, 256, 4,096), memories of one level only, on a frozen anchor.
-The paper's memories see 275B tokens, so that even a node of its level 4 sees 4M; here it is 4M for
-one of level 1 and 260k for one of level 3: deeper should stop paying somewhere.
+The paper's memories see 275B tokens or more (at level 4 2.2T: 34M a node); here it is 4M for a node
+of level 1 and 260k for one of level 3: deeper should stop paying somewhere.
 """
 from experiments.hiermem_memories import cpu as one_level
 from experiments.hiermem_memories import gpu as one_level_gpu

@@ -385,6 +385,8 @@ MUTANTS = [
      'as_flags({**track.fixed, "seed": 0})', "by_turns"),
     ("experiments/which_memory.py", "first, last = gain[0], gain[-1]",
      "first, last = gain[:2]", "changes_with"),
+    ("sample.py", "look(model, tok, text, word, **context)", "look(model, tok, text, word)",
+     "inspect_draws"),
     ("experiments/which_memory.py", "fewest = min(", "fewest = max(", "changes_with"),
 ]
 
