@@ -10,8 +10,8 @@ starts at zero: the deeper model is, to the last bit, the base it grew from.
 
     a'    = Attn'(LN(x)) = [a_1 | ... | a_H]  (B, T, H, d_h)  no output projection        eq. 3
     s     = a_h[row] K_h[row]^T, a_h[col] K_h[col]^T  (n) and (n)  halves of a_h query    eq. 13
-    slots = the k pairs (i, j) with the largest s_i + s_j                                 eq. 14
-    alpha = softmax over these k                                                          eq. 15
+    slots = the k pairs (i, j) with the largest s_i + s_j                            eqs. 14, 15
+    alpha = softmax over these k                                                   after eq. 15
     M_h   = (sum alpha_ij V[i n + j]) W_h     (B, T, d_h)     V (n*n, r), W_h (r, d_h)    eq. 4
     M(x)  = x + [M_1 | ... | M_H]             (B, T, d)                                   eq. 5
 
@@ -22,9 +22,10 @@ starts at zero: the deeper model is, to the last bit, the base it grew from.
        +----------------------------+         +-------------------------------------------------+
 
 `upscale(base, method)` grows a base, one of train.py's (--dense=True) or a Hugging Face Llama. What
-trains, by phase: "" everything, which is training from scratch; "cpt" the inserted blocks; "sft"
-everything. Below the fold is what to compare with: SOLAR, Llama Pro, Avg-DeUS, OpT-DeUS and LESA,
-which duplicate blocks; linear, product-key and UltraMem memories; Table 11's structures.
+trains, by phase: "" everything, which is training from scratch; "cpt" the inserted blocks (of solar
+and base everything); "sft" everything. Below the fold is what to compare with: SOLAR, Llama Pro,
+Avg-DeUS, OpT-DeUS and LESA, which duplicate blocks; linear, product-key and UltraMem memories;
+Table 11's structures.
 
     python train.py --model=midus --dense=True             # a base, in out/midus-d4-dense; grow it:
     python train.py --model=midus --upscale=midus --phase=cpt --init_from=out/midus-d4-dense
@@ -133,7 +134,7 @@ PRESETS = {                       # the paper's two models, grown with HML; --de
 }
 DENSE = dict(upscale="base", placement="distributed", inserted=0)
 # Betas, clipping and the rate are ours, for short runs. The paper's rate is 1e-4 (1B) or 5e-5 (8B)
-# in CPT and 1e-5 in SFT, on 64 x 2,048 tokens a step.
+# in CPT, in SFT 1e-5 (1B), on 64 x 2,048 tokens a step.
 RECIPE = {
     "adamw": dict(learning_rate=2e-3, weight_decay=1e-6, beta1=0.9, beta2=0.999, grad_clip=1.0,
                   schedule="cosine", warmup=0.1),
@@ -274,8 +275,8 @@ class HeadKeys(nn.Module):
         halves = q.view(P, H, 2, d_h // 2)                                 # for rows, for columns
         s = torch.einsum("phxd,hxnd->xphn", halves, self.keys)             # (2, P, H, n)    eq. 13
         s_row, s_col = s.reshape(2, P * H, self.n_keys)
-        sigma, i, j = product_key_topk(s_row, s_col, self.top_k)           # (P*H, k)        eq. 14
-        alpha = sigma.softmax(-1).to(q.dtype)                              #                 eq. 15
+        sigma, i, j = product_key_topk(s_row, s_col, self.top_k)           # (P*H, k)    eqs. 14, 15
+        alpha = sigma.softmax(-1).to(q.dtype)                              #           after eq. 15
         slots = i * self.n_keys + j
         return slots.view(P, H, -1), alpha.view(P, H, -1)
 
@@ -480,8 +481,9 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """The memories at the highest rate throughout and without decay (section E.2 says so of
         keys and values; W_h and the other memories' matrices go with them here), the rest on the
-        schedule; nothing of what is frozen. Values start at 0, and Adam moves them by no more than
-        the rate a step: in a short run they may need value_lr times the rate."""
+        schedule; nothing of what is frozen. Values start at 0, and Adam moves a row by about the
+        rate a step. No fan-in multiplies that, as it does a matrix's: at equal rates a memory moves
+        less than a block, and value_lr times the rate makes up for it."""
         values = []
         memories = []
         matrices = []
@@ -651,8 +653,8 @@ class LinearKeys(nn.Module):
         self.keys = nn.Parameter(torch.empty(config.n_head, self.n_slots, config.head_dim))
 
     def forward(self, q):
-        scores = torch.einsum("phd,hnd->phn", q, self.keys)
-        sigma, slots = scores.topk(self.top_k)                             # eq. 8
+        scores = torch.einsum("phd,hnd->phn", q, self.keys)                # eq. 8
+        sigma, slots = scores.topk(self.top_k)
         return slots, sigma.softmax(-1).to(q.dtype)
 
 
@@ -707,8 +709,8 @@ class UltraMemMemory(PKMMemory):
 
 
 # ---------------------------------------------------------------- up-scaling by duplicated blocks
-# Each method has two functions: places(L, D) -> the base blocks that the new ones stand before, and
-# fill(new, blocks, places), which gives the new blocks their weights.
+# Each method has two functions: places(L, D) -> the base blocks that the new ones stand before (L:
+# after the last), and fill(new, blocks, places), which gives the new blocks their weights.
 
 def silence(block):
     """The block adds nothing."""

@@ -6,8 +6,8 @@ second picture has the new text's loss by the old one's, a line a method: one me
 another where its line is below the other's. The table beside it has the area of the plane in which
 a method's points are better in both losses, up to the worst losses of all methods.
 
-HML's values start at 0, and Adam moves them by no more than the rate a step: by 1 in 500 steps at
-2e-3. "values 30x" gives them 30 times the rate.
+HML's values start at 0, and Adam moves them by about the rate a step, without a matrix's fan-in to
+multiply that. "values 30x" gives them 30 times the rate.
 
 Starts from midus_table1.py's base: `python train.py experiments/midus_table1.py --only=base
 --seeds=1`.
