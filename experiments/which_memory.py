@@ -60,7 +60,8 @@ tuned = {                       # on a CPU: the best of which_rates.py
     "HierMem post-hoc": dict(learning_rate=15e-3, memory_lr=1 / 3),
 }
 tuned_4M = {                    # from 3.9M tokens on; who is not here keeps those of 1M
-    "MoVE": dict(learning_rate=0.02),
+    "MoVE dense": dict(learning_rate=0.02),
+    "MoVE": dict(learning_rate=0.02, memory_lr=1 / 3),
     "LIMe dense": dict(learning_rate=9e-3),
     "LIMe": dict(learning_rate=27e-3, router_lr=1e-2 / 27e-3),
     "UltraMemV2": dict(learning_rate=12e-4),

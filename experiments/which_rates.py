@@ -68,9 +68,10 @@ for rate in (0.0067, 0.02):
         keys = dict(keys, model="move", learning_rate=rate, cpu_16M=whole)
         variants[f"{title} {rate:g}"] = (keys, None)
         baseline[f"{title} {rate:g}"] = f"MoVE whole {rate:g}"
-for part in (1 / 9, 1 / 3, 3):
-    add(f"MoVE memory bank x{part:.2g} decay 0.02 at", "MoVE decay 0.02 at 0.02", 2e-2,
-        weight_decay=0.02, memory_lr=part)
+for rate in (0.02, 0.04):
+    for part in (1 / 9, 1 / 3, 3):
+        add(f"MoVE memory bank x{part:.2g} decay 0.02 at", f"MoVE decay 0.02 at {rate:g}", rate,
+            weight_decay=0.02, memory_lr=part)
 for part in (1 / 3, 3, 9):
     add(f"UltraMemV2 values x{part:.2g} at", "UltraMemV2 0.0036", 36e-4,
         value_lr=part, value_lr_until=1.0)
