@@ -853,6 +853,17 @@ def store_tile(pointer, width, row, col, row_ok, col_ok, value):
     tl.store(pointer + row[:, None] * width + col[None, :], value, mask=mask)
 
 
+@jit
+def gather_ranks(t, rank):
+    """t (P, K), rank (1, C) -> (P, C). Gathered as one long row: Triton 3.6 and 3.7 cannot compile
+    tl.gather along the second dimension where several warps would share it."""
+    P: tl.constexpr = t.shape[0]
+    K: tl.constexpr = t.shape[1]
+    C: tl.constexpr = rank.shape[1]
+    at = tl.arange(0, P)[:, None] * K + rank
+    return tl.reshape(tl.gather(tl.reshape(t, [P * K]), tl.reshape(at, [P * C]), 0), [P, C])
+
+
 # One program owns BLOCK_P queries. It reads their n row and n column scores, sorts the Top-k of
 # each, picks the staircase candidates by their ranks, and writes the k best scores with their row
 # and column. A pair travels as row << 16 | column. N2, K2, C2, O2: n, the ranks kept, the number of
@@ -872,8 +883,8 @@ def product_key_kernel(s_row, s_col, ranks, scores, rows, cols, row_p, col_p, P,
     candidate = (p < P) & (c < C)
     row_rank = tl.load(ranks + c, mask=c < C, other=0).to(tl.int32)
     col_rank = tl.load(ranks + C + c, mask=c < C, other=0).to(tl.int32)
-    row = tl.gather(row_list, tl.broadcast_to(row_rank, [BLOCK_P, C2]), 1)
-    col = tl.gather(col_list, tl.broadcast_to(col_rank, [BLOCK_P, C2]), 1)
+    row = gather_ranks(row_list, row_rank)
+    col = gather_ranks(col_list, col_rank)
     pair = ((row & 0xFFFF) << 16) | (col & 0xFFFF)
     score = unpack_score(row) + unpack_score(col)
     best = top(score, pair, candidate, O2)

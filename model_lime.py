@@ -385,7 +385,7 @@ class Model(nn.Module):
 
     def flops_per_token(self):
         """Forward and backward of the matrix products, at full context: 6 a weight and a
-        multiplication of a router's or hyper-connection's mixture, 12*T*d a layer for attention."""
+        multiplication of a mixture (routers and the baselines), 12*T*d a layer for attention."""
         c = self.config
         macs = c.vocab_size * c.n_embd if c.tied else 0        # the head
         for module in self.modules():
@@ -547,6 +547,7 @@ class DenseFormerBlock(Block):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.alpha = nn.Parameter(torch.empty(layer + 2))
+        self.macs = (layer + 2) * config.n_embd                # of the sum
 
     def init_weights(self, name):
         self.alpha.zero_()[-1] = 1.0

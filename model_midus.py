@@ -419,7 +419,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Initial values, but for a batch norm's, which has them.
+        """Initial values, and a batch norm's first statistics.
 
             values                    0, so that a memory block adds nothing       Appendix D.2
             sub-keys                  uniform within 1/sqrt(d_p)                   ours from here
@@ -442,6 +442,9 @@ class Model(nn.Module):
                 p.normal_(0, 0.02, generator=generator)
             else:
                 p.normal_(0, p.size(1) ** -0.5, generator=generator)       # W_h (H, r, d_h) too
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.reset_running_stats()
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean

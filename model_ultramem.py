@@ -611,7 +611,7 @@ class Model(nn.Module):
     def inspect(self, idx):
         """What the tokens of idx (B, T) pick, layer by layer: "dead", the share of slots that none
         picks; "kl" of their use to a uniform one; "use", the share of those that are picked 0, 1,
-        2-3, 4-7, ..., 1024-2047 times."""
+        2-3, 4-7, ..., 1024 times or more."""
         found = {"dead": [], "kl": [], "use": []}
 
         def look(retrieve, inputs, output):
@@ -620,9 +620,10 @@ class Model(nn.Module):
             uses = torch.bincount(output[1].flatten(), minlength=n_slots)
             share = uses / uses.sum()
             doubling = torch.where(uses > 0, uses.float().log2().floor().long() + 1, 0)
+            use = torch.bincount(doubling.clamp(max=11), minlength=12) / n_slots
             found["dead"].append((uses == 0).float().mean())
             found["kl"].append(torch.special.xlogy(share, share * n_slots).sum())
-            found["use"].append(torch.bincount(doubling, minlength=12)[:12] / n_slots)
+            found["use"].append(use)
 
         memories = [self.blocks[layer].memory for layer in self.added_after]
         hooks = [memory.retrieve.register_forward_hook(look) for memory in memories]
@@ -809,6 +810,10 @@ class PEER(PKM):
         p = F.gelu(gather_dot(table.pre_values, slots, x, sparse, order))      # (P, k)
         weights = weights * p[..., None]
         return gather_sum(table.values, slots, weights, sparse_grad=sparse, order=order)
+
+    @staticmethod
+    def stds(c):
+        return dict(PKM.stds(c), pre_values=c.n_embd ** -0.5)  # ours: the paper names none
 
     @staticmethod
     def defaults(c):

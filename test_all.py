@@ -1148,7 +1148,7 @@ for table in (torch.randn(30, 96), torch.randn(30, 96).bfloat16()):
 for d in (3, 64, 300):
     table = torch.randn(5, d, requires_grad=True)
     kernels.gather_sum(table, i[:, :1], w[:, :1, 0]).sum().backward()
-for n, k in ((64, 4), (20, 25), (360, 32), (1138, 80), (3, 1)):
+for n, k in ((64, 4), (64, 2), (128, 4), (20, 25), (360, 32), (512, 16), (1138, 80), (3, 1)):
     kernels.product_key_search(torch.randn(9, n), torch.randn(9, n), k)
 kernels.scatter_scores(s, torch.zeros(9, 20, dtype=torch.long), 40)
 for n, m in ((20, 5), (360, 32)):
@@ -2179,6 +2179,12 @@ def rival(memory, **fields):
     return model, module, x, y[0], aux
 
 
+def test_peers_two_tables_start_alike():
+    table = make("ultramem", memory="peer", n_keys=12, randomize=False).tables[0]
+    for rows in (table.pre_values, table.values):
+        assert rows.std().item() == approx(32 ** -0.5, rel=0.05)
+
+
 @parametrize("memory", ["pkm", "memory+", "peer"])
 def test_ultramem_predecessors_equal_their_equations_over_all_slots(memory):
     model, module, x, y, _ = rival(memory, top_k=3)
@@ -2393,6 +2399,8 @@ def test_ultramem_inspect_counts_the_use_of_slots(memory, n_slots):
     out = outputs_of(model.blocks[2].memory.retrieve)
     model(idx)
     uses = torch.bincount(out[0][1].flatten(), minlength=n_slots)
+    often = model.inspect(torch.zeros(1, 9000, dtype=torch.long))["use"][0][1]
+    assert_close(often.sum(), torch.tensor(1.0))               # those of over 2,048 uses, too
     p = uses / uses.sum()
     assert_close(seen["kl"], torch.xlogy(p, p * n_slots).sum())
     never, once, twice, thrice = torch.bincount(uses, minlength=4)[:4] / n_slots
@@ -2500,6 +2508,18 @@ def test_midus_memories_equal_their_equations_written_as_loops(memory):
     assert_close(got, want)
     parameters = list(block.parameters())
     assert_close(*(torch.autograd.grad(out, parameters, x.cos()) for out in (got, want)))
+
+
+def test_midus_a_batch_norm_begins_without_statistics():
+    """train.py makes a model without memory and gives it some that nobody has set."""
+    with torch.device("meta"):
+        model = model_midus.Model(model_midus.Config(**MIDUS_SIZE, queries="batch_norm", n_keys=8))
+    model.to_empty(device="cpu")
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm1d)]
+    for norm in norms:
+        norm.running_var.fill_(torch.nan)
+    model.init_weights()
+    assert norms and all(norm.running_var.eq(1).all() for norm in norms)
 
 
 @parametrize("kind", ["", "batch_norm", "layer_norm", "residual", "out_proj"])
@@ -3407,6 +3427,13 @@ def torchrun_to_its_end(*flags, **more):
     process = torchrun(*flags, **more)
     said, _ = process.communicate()
     assert process.returncode == 0, said
+
+
+def test_torchrun_gives_each_process_its_own_gpu(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    process = start_train("--model=move", "--device=cuda:1")
+    said, _ = process.communicate()
+    assert process.returncode == 1 and "device=cuda:1: torchrun gives each process its own" in said
 
 
 @slow

@@ -149,16 +149,18 @@ need(not preset or depth == -1, "preset and depth: give one of them")
 world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 local_rank = int(os.environ.get("LOCAL_RANK", 0))
 master = rank == 0
+if world > 1 and torch.cuda.is_available():
+    torch.cuda.set_device(local_rank)              # first, or all would open the same GPU
+need(world == 1 or ":" not in device, f"device={device}: torchrun gives each process its own; "
+     "leave the number out")
 device = pick_device(device)
 gpu = device.startswith("cuda")
 if gpu:
-    if world > 1:
-        torch.cuda.set_device(local_rank)
     torch.backends.cuda.matmul.allow_tf32 = True
 else:
     tune_cpu()
 if world > 1 and not dist.is_initialized():
-    dist.init_process_group("nccl" if gpu else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")   # a bank may be on the CPU
 if not preset:
     depth = automatic(depth, 4, 12)
 out_dir = out_dir or f"out/{model}-{preset or f'd{depth}'}{'-dense' if dense else ''}"
@@ -421,8 +423,8 @@ def train_step(batch, step, want_norm=False):
     for o in optimizers:
         o.step()
         o.zero_grad(set_to_none=True)
-    if gpu:
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.accelerator.synchronize()
     return loss, norm
 
 
@@ -523,7 +525,7 @@ stop = []                                          # the signals that came
 def interrupted(number, frame):
     """The first Ctrl-C (or SIGTERM) lets the step end, so that the checkpoint is exact; the second
     stops at once, but not under torchrun, which sends several."""
-    if stop and world == 1:
+    if stop and "LOCAL_RANK" not in os.environ:
         raise KeyboardInterrupt
     stop.append(number)
 
@@ -549,8 +551,9 @@ if resume and master:
     show(f"resumed {out}/ckpt.pt at step {step} of {max_iters}")
     begin_output()
 if compile:                                        # before the clock runs: gradients, thrown away
-    forward_backward(*fetch(step))
-    raw.zero_grad(set_to_none=True)
+    for n in (step, step + 1):                     # of two, since what a batch reads has any length
+        forward_backward(*fetch(n))
+        raw.zero_grad(set_to_none=True)
 while True:
     due = step % eval_interval == 0 or step == max_iters
     if due and not (resume and step == first_step):
