@@ -92,18 +92,29 @@ def save_costs(name, model, device, **figures):
 
 # ---------------------------------------------------------------- where a result comes from
 
-def source_hash(model):
-    """8 hex digits over the code of model, kernels and trainer; comments and docstrings do not
-    count."""
+def source_hash(model, folder=""):
+    """8 hex digits over the code of model, kernels and trainer in a folder ("": here); comments and
+    docstrings do not count."""
     code = []
     for file in (f"model_{model}.py", "kernels.py", "train.py"):
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        tree = ast.parse((Path(folder or ROOT) / file).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 if ast.get_docstring(node) is not None:
                     del node.body[0]
         code.append(ast.unparse(tree))
     return hashlib.sha256(repr(code).encode()).hexdigest()[:8]
+
+
+def same_code(old):
+    """Source hashes of later code that was seen to train as this older one did: same.py."""
+    file = ROOT / "experiments" / "results" / "same.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    found = [old]
+    for row in map(json.loads, lines):                         # in the order of time
+        if row["old"] in found:
+            found.append(row["new"])
+    return found[1:]
 
 
 def git(*command):
@@ -543,7 +554,7 @@ def variant_line(exp, scale, rows, name):
     times = []
     now = source_hash(settings(exp, scale, name)["model"])
     for seed, row in mine.items():
-        if row["source_hash"] != now:
+        if now not in (row["source_hash"], *same_code(row["source_hash"])):
             title = f"{name} †"
         flops = f"{row['flops_per_token'] / 1e6:.1f}"
         other = rows[base].get(seed)

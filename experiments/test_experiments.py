@@ -30,7 +30,7 @@ from torch.testing import assert_close
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_grown, midus_run,
-                      parametrize, prepare_bytes, rows, some_tokens, text_folder, train,
+                      parametrize, prepare_bytes, rows, slow, some_tokens, text_folder, train,
                       train_midus, write_jsonl)
 
 import model_midus
@@ -291,6 +291,41 @@ def test_rows_of_older_sources_are_marked(finished, lab):
     forget(lab, "standard", ".")
     runner.main(finished, [])
     assert marked() == ["Big x1", "Big x2", "tuned", "grown", "far"]
+
+
+def test_rows_of_older_sources_that_train_alike_are_not_marked(finished, lab, monkeypatch):
+    from experiments import same
+    older = lab / "older"
+    older.mkdir()
+    for file in ("model_toy.py", "kernels.py", "train.py"):
+        shutil.copy(lab / file, older)
+    monkeypatch.setattr(same, "ways", lambda model: [["--dense=True"], ["--dense=False"]])
+
+    def marked():
+        runner.main(finished, ["--table_only=True"])
+        return any("†" in name for name in report_of(lab))
+
+    def alike(here):
+        monkeypatch.setattr(same, "losses", lambda tree, flags: [3.0] if tree == older else here)
+        return same.compare("toy", older, "--dataset=text")
+
+    assert alike([2.0]) and not marked(), "not even run: the code is the same"
+    (lab / "model_toy.py").write_text("width = 2\n")
+    assert not alike([2.0]) and marked()
+    assert alike([3.0]) and not marked()
+    shutil.copy(lab / "model_toy.py", older)
+    (lab / "model_toy.py").write_text("width = 3\n")
+    assert marked()
+    assert alike([3.0]) and not marked(), "alike by way of the second"
+
+
+@slow
+def test_twelve_steps_are_the_same_twice(text_folder):
+    from experiments import same
+    flags = ["--model=move", "--dense=True", "--block_size=16", f"--dataset={text_folder}"]
+    first = same.losses(runner.ROOT, flags)
+    assert len(first) > 12 and first == same.losses(runner.ROOT, flags)
+    assert first != same.losses(runner.ROOT, [*flags, "--seed=1"])
 
 
 def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab):

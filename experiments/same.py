@@ -1,0 +1,89 @@
+"""Does a model still train as it did at an older commit? Its memory and its baseline, by each of
+its optimizers and Muon, for twelve steps in both trees: every loss, to the last digit.
+
+    python experiments/same.py --commit=1d5e793 --dataset=data/facts_1M   # a text with a tree
+
+Where that is so, results/same.jsonl says it, and rows made by the older code stand in their tables
+without a dagger. What else has changed (a rival, say) is not seen here: delete its rows.
+"""
+import json
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import sample
+from experiments import run
+from prepare_fineweb import configure, find_dataset, guard, help_text, need
+
+commit = ""             # the older one
+dataset = ""            # data folder
+models = "move,lime,ultramem,midus,hiermem"
+_defaults = {"commit": commit, "dataset": dataset, "models": models}
+STEPS = ["--depth=2", "--n_embd=64", "--batch_tokens=1024", "--max_iters=12", "--log_interval=1",
+         "--eval_tokens=4096", "--sample_tokens=0"]
+
+
+def losses(tree, flags):
+    """Of twelve steps and the validations among them, by the code in a tree."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "train.py", *STEPS, *flags, f"--out_dir={out}/run"]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+        need(done.returncode == 0, f"{' '.join(command)} failed in {tree}: {done.stderr[-1500:]}")
+        log = Path(out, "run", "log.jsonl").read_text().splitlines()
+    return [row.get("loss", row.get("val_loss")) for row in map(json.loads, log)]
+
+
+def ways(model):
+    """Flags of every run of a model: memory and baseline, by each optimizer."""
+    optimizers = {"muon", *sample.load_module(model).RECIPE}
+    for dense, optimizer in product((False, True), sorted(optimizers)):
+        yield [f"--model={model}", f"--dense={dense}", f"--optimizer={optimizer}"]
+
+
+def main(argv):
+    if {"-h", "--help"} & set(argv):
+        return print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
+    overrides, others = configure(argv, _defaults)
+    need(not others, f"what is {others[:1]}?")
+    c = {**_defaults, **overrides}
+    need(c["commit"], "--commit= says which older code")
+    data = f"--dataset={find_dataset(c['dataset']).resolve()}"
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        done = run.git("worktree", "add", "--detach", str(tree), c["commit"])
+        need(done.returncode == 0, f"commit={c['commit']}: {done.stderr}")
+        try:
+            changed = 0
+            for model in c["models"].split(","):
+                changed += not compare(model, tree, data)
+        finally:
+            run.git("worktree", "remove", "--force", str(tree))
+    return int(changed > 0)
+
+
+def compare(model, tree, data):
+    """Whether a model trains alike in the older tree; a line of same.jsonl if it does."""
+    old = run.source_hash(model, tree)
+    new = run.source_hash(model)
+    if old == new:
+        print(f"{model}: the code is the same")
+        return True
+    for flags in ways(model):
+        before = losses(tree, [*flags, data])
+        after = losses(run.ROOT, [*flags, data])
+        if before != after:
+            print(f"{model}: {' '.join(flags)} has other losses: {before}, {after}")
+            return False
+    row = dict(model=model, old=old, new=new, commit=run.commit(), losses=len(after))
+    with open(run.ROOT / "experiments/results/same.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print(f"{model}: {old} and {new} train alike")
+    return True
+
+
+if __name__ == "__main__":
+    guard("same.py")
+    sys.exit(main(sys.argv[1:]))
