@@ -627,9 +627,8 @@ class Model(nn.Module):
         return dict(total=total, memory=memory, generic=sum(config.level_sizes), active=active)
 
     def flops_per_token(self):
-        """Forward and backward at full context: 6 a weight (4 in a frozen anchor, an upper bound: up
-        to its first memory nothing needs a gradient), fetched memory too, and 12*T*h*d_h a
-        layer."""
+        """Forward and backward at full context: 6 a weight (at most 4 in a frozen anchor: up to its
+        first memory nothing needs a gradient), fetched memory too, and 12*T*h*d_h a layer."""
         config = self.config
         weights = (self.head or self.embed).weight.numel()
         for module in self.blocks.modules():

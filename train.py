@@ -149,10 +149,10 @@ need(not preset or depth == -1, "preset and depth: give one of them")
 world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 local_rank = int(os.environ.get("LOCAL_RANK", 0))
 master = rank == 0
-if world > 1 and torch.cuda.is_available():
-    torch.cuda.set_device(local_rank)              # first, or all would open the same GPU
 need(world == 1 or ":" not in device, f"device={device}: torchrun gives each process its own; "
      "leave the number out")
+if world > 1 and device in ("", "cuda") and torch.cuda.is_available():
+    torch.cuda.set_device(local_rank)              # first, or all would open the same GPU
 device = pick_device(device)
 gpu = device.startswith("cuda")
 if gpu:
@@ -423,7 +423,7 @@ def train_step(batch, step, want_norm=False):
     for o in optimizers:
         o.step()
         o.zero_grad(set_to_none=True)
-    if device != "cpu":
+    if not device.startswith("cpu"):
         torch.accelerator.synchronize()
     return loss, norm
 
@@ -551,7 +551,7 @@ if resume and master:
     show(f"resumed {out}/ckpt.pt at step {step} of {max_iters}")
     begin_output()
 if compile:                                        # before the clock runs: gradients, thrown away
-    for n in (step, step + 1):                     # of two, since what a batch reads has any length
+    for n in (step, step + 1):                     # the second of another size: then any is fine
         forward_backward(*fetch(n))
         raw.zero_grad(set_to_none=True)
 while True:

@@ -5,11 +5,11 @@ The base has learned OpenStax's textbooks of mathematics and the sciences; every
 it and goes on with those of the humanities, society and business: new text of a kind that it knows
 in part, as FineWeb-Edu is to Llama. unseen_loss is that of the Standard Ebooks, which nobody trains
 on, as WikiText is in the paper; its numbers are the log of those perplexities, nats a word. The
-untouched base, which the paper does not print, has 11.58 (the card of d-matrix/Llama-3.2-1B, same
-harness), less than all: that column is won by who forgets least, and so is retention_loss here,
-that of the old text. val_loss is that of the new text held out, which rewards whoever trains most.
-blimp, in place of the paper's seven zero-shot tasks, is the share of BLiMP's minimal pairs of which
-the grammatical sentence is likelier (0.5: by chance).
+untouched base, which the paper does not print, has a perplexity of 11.58 (the model card of
+d-matrix/Llama-3.2-1B, same harness), less than all: that column is won by who forgets least, and so
+is retention_loss here, that of the old text. val_loss is that of the new text held out, which
+rewards whoever trains most. blimp, in place of the paper's seven zero-shot tasks, is the share of
+BLiMP's minimal pairs of which the grammatical sentence is likelier (0.5: by chance).
 midus_rates.py finds each method's rate: the one with the best unseen_loss. Until all its rows are
 there, this table has the recipe's rate for all.
 

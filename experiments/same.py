@@ -4,13 +4,15 @@ its optimizers and Muon, for twelve steps in both trees: every loss, to the last
     python experiments/same.py --commit=1d5e793 --dataset=data/facts_1M   # a text with a tree
 
 Where that is so, results/same.jsonl says it, and rows made by the older code stand in their tables
-without a dagger. What else has changed (a rival, say) is not seen here: delete its rows.
+without a dagger. No other option is tried, and no start from a checkpoint: if a change is about one
+of these, delete its rows.
 """
 import json
 import subprocess
 import sys
 import tempfile
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product, repeat
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,7 +25,7 @@ dataset = ""            # data folder
 models = "move,lime,ultramem,midus,hiermem"
 _defaults = {"commit": commit, "dataset": dataset, "models": models}
 STEPS = ["--depth=2", "--n_embd=64", "--batch_tokens=1024", "--max_iters=12", "--log_interval=1",
-         "--eval_tokens=4096", "--sample_tokens=0"]
+         "--eval_tokens=4096", "--sample_tokens=0", "--device=cpu"]
 
 
 def losses(tree, flags):
@@ -72,8 +74,8 @@ def compare(model, tree, data):
         print(f"{model}: the code is the same")
         return True
     for flags in ways(model):
-        before = losses(tree, [*flags, data])
-        after = losses(run.ROOT, [*flags, data])
+        with ThreadPoolExecutor() as pool:
+            before, after = pool.map(losses, (tree, run.ROOT), repeat([*flags, data]))
         if before != after:
             print(f"{model}: {' '.join(flags)} has other losses: {before}, {after}")
             return False

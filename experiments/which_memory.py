@@ -333,7 +333,8 @@ def finish(rows, scale):
     """After the runs: what has no costs yet is measured, then this length's table and pictures,
     and those of all lengths."""
     stem = run.ROOT / "experiments" / "results" / f"which_memory-{scale}"
-    file = stem.with_name(f"which_memory-{scale.partition('_')[0]}-cost.json")   # at any length
+    kind = scale.partition("_")[0]
+    file = stem.with_name(f"which_memory-{kind}-cost.json")     # at any length
     measured = json.loads(file.read_text()) if file.exists() else {"ratios": {}}
     ready = [title for title in memories if 0 in rows[title] and 0 in rows[baseline[title]]]
     known = measured["ratios"]
@@ -347,7 +348,7 @@ def finish(rows, scale):
     draw_recall(rows, measured, f"{stem}-recall.png")
     found = {}
     for other in lengths:
-        if run.results_file(Path(__file__).stem, other).exists():
+        if other.startswith(kind) and run.results_file(Path(__file__).stem, other).exists():
             found[other] = run.results_of(__file__, other)
     found = {other: rows for other, rows in found.items() if any(rows[title] for title in memories)}
     stem = run.ROOT / "experiments" / "results" / "which_memory-growth"
