@@ -8,7 +8,8 @@ baseline over the same text. "longer" is a baseline that has as much time as its
 more steps (`times`), over the same text again. Scale cpu has 1M tokens, cpu_4M and cpu_16M have
 more. All train their matrices with Muon. On a CPU each variant has the best rates of
 which_rates.py, and where only its baseline's were swept, that one's; MoVE a tenth of its recipe's
-weight decay (no other's was swept). A model of your own has its recipe's rates.
+weight decay (no other's was swept) and from 3.9M tokens on a third of its bank's rate. A model of
+your own has its recipe's rates.
 
 A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
 that every machine has by mine.py. The costs are measured after the runs, on the same machine, which
