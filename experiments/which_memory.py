@@ -8,8 +8,8 @@ baseline over the same text. "longer" is a baseline that has as much time as its
 more steps (`times`), over the same text again. Scale cpu has 1M tokens, cpu_4M and cpu_16M have
 more. All train their matrices with Muon. On a CPU each variant has the best rates of
 which_rates.py, and where only its baseline's were swept, that one's; MoVE a tenth of its recipe's
-weight decay (no other's was swept) and from 3.9M tokens on a third of its bank's rate. A model of
-your own has its recipe's rates.
+weight decay (no other's was swept) and from 3.9M tokens on a third of its bank's rate ("bank x1":
+the whole). A model of your own has its recipe's rates.
 
 A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
 that every machine has by mine.py. The costs are measured after the runs, on the same machine, which
@@ -104,6 +104,8 @@ for title, name in models.items():
     variants[dense] = (dict(keys_of(dense, name), dense=True), None)
     variants[title] = (keys_of(title, name), None)
     baseline[title] = dense
+variants["MoVE bank x1"] = (keys_of("MoVE dense", "move"), None)
+baseline["MoVE bank x1"] = "MoVE dense"
 started = {
     "MIDUS base": dict(dense=True),
     "MIDUS base continued": dict(init_from="@MIDUS base", phase="cpt", upscale="base"),
@@ -119,7 +121,7 @@ baseline.update({
     "HierMem post-hoc": "HierMem dense continued", "HierMem dense continued": "HierMem dense",
 })
 memories = (*models, "MIDUS", "HierMem post-hoc")
-claims = [f"{baseline[title]} > {title}" for title in memories]
+claims = [f"{baseline[title]} > {title}" for title in (*memories, "MoVE bank x1")]
 for title in times:
     keys = variants[baseline[title]][0]
     scales = {scale: {**keys.get(scale, {}), **more} for scale, more in longer(title).items()}
