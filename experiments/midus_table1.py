@@ -4,8 +4,8 @@ text, what they keep of the old, and what that is worth on a text that is neithe
 The base has learned OpenStax's textbooks of mathematics and the sciences; every method starts from
 it and goes on with those of the humanities, society and business: new text of a kind that it knows
 in part, as FineWeb-Edu is to Llama. unseen_loss is that of the Standard Ebooks, which nobody trains
-on, as WikiText is in the paper; its numbers are the log of those perplexities, nats a word. The
-untouched base, which the paper does not print, has a perplexity of 11.58 (the model card of
+on, as WikiText is in the paper; its numbers are the log of those perplexities, nats a word. Llama
+3.2 1B untouched, which the paper does not print, has a perplexity of 11.58 (the model card of
 d-matrix/Llama-3.2-1B, same harness), less than all: that column is won by who forgets least, and so
 is retention_loss here, that of the old text. val_loss is that of the new text held out, which
 rewards whoever trains most. blimp, in place of the paper's seven zero-shot tasks, is the share of
