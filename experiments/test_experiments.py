@@ -664,14 +664,14 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     step = which_memory.times["LIMe"]
     assert lime.startswith(f"| LIMe | +0 | {step:.2f}x | 1.50x | - |"), "no checkpoint to decode"
     assert midus.endswith("| +0.1000 | sign agrees (1 seed) | +0.1000 | sign agrees (1 seed) | 1 |")
-    heading, _, move, *_ = (results / "which_memory-growth.md").read_text().splitlines()
+    heading, _, move, *_ = (results / "which_memory-cpu-growth.md").read_text().splitlines()
     assert heading == "| gain in bits per byte | 10 | 40 | change | bound | as the text grows |"
     assert move.startswith("| MoVE | +0.0450 ± 0.0071 | +0.0450 ± 0.0071 | +0.0000 | 0.0446 |")
-    for picture in ("cpu-gain", "cpu-recall", "growth"):
+    for picture in ("cpu-gain", "cpu-recall", "cpu-growth"):
         assert (results / f"which_memory-{picture}.png").exists()
     bpb |= dict.fromkeys(("MoVE", "MoVE dense", "MoVE dense longer"), ())
     which_memory.finish(results_of("", "cpu"), "cpu")
-    lines = (results / "which_memory-growth.md").read_text().splitlines()
+    lines = (results / "which_memory-cpu-growth.md").read_text().splitlines()
     assert lines[0] == heading
     assert lines[2] == "| MoVE | - | - | - | - | - |"
 

@@ -13,7 +13,7 @@ the whole). A model of your own has its recipe's rates.
 
 A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
 that every machine has by mine.py. The costs are measured after the runs, on the same machine, which
-has to be quiet; the tables and pictures of all lengths come last.
+has to be quiet; the table and picture of all lengths, a CPU's and a GPU's apart, come last.
 """
 import json
 import re
@@ -354,7 +354,7 @@ def finish(rows, scale):
         if other.startswith(kind) and run.results_file(Path(__file__).stem, other).exists():
             found[other] = run.results_of(__file__, other)
     found = {other: rows for other, rows in found.items() if any(rows[title] for title in memories)}
-    stem = run.ROOT / "experiments" / "results" / "which_memory-growth"
+    stem = run.ROOT / "experiments" / "results" / f"which_memory-{kind}-growth"
     Path(f"{stem}.md").write_text(growth(found), encoding="utf-8")
     draw_growth(found, f"{stem}.png")
     print(table(rows, measured), growth(found), sep="\n")
