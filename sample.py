@@ -512,12 +512,14 @@ def main(argv):
         if torch.is_tensor(value):
             context[key] = value.to(c.device)
     header = f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}"
+    header = "\n".join(filter(None, (header, note)))
     check_length(model, 1 + len(tok.encode(c.prompt)))
-    print(*filter(None, (header, note)), sep="\n", file=sys.stderr)
     with torch.autocast(kind, torch.bfloat16, enabled=half):
         if c.inspect:
             inspect_prompt(model, tok, c.prompt, c.words.split(","), folder, context)
+            print(header, file=sys.stderr)
         else:
+            print(header, file=sys.stderr)
             write_samples(model, tok, c, context)
 
 
