@@ -776,7 +776,7 @@ class PKM(nn.Module):
 class MemoryPlus(PKM):
     """Memory+ (Berges et al. 2024): its layers share one table, and a gate decides what the values
     are worth here. Beside the FFN, as in the code published with Table 3; by section 4.2.6 the
-    original stands in its place. Queries are not normalised, as in the original, unlike there."""
+    original stands in its place. Queries are not normalised, as in the original; that code does."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

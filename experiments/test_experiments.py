@@ -678,7 +678,9 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
 
 def test_a_gain_that_changes_with_length_has_a_bound():
     from experiments.which_memory import change
-    a, b, c = (0.05, 0.06, 0.07), (0.04, 0.04, 0.04), (0.01, 0.03)
+    a = (0.05, 0.06, 0.07)
+    b = (0.04, 0.04, 0.04)
+    c = (0.01, 0.03)
     assert change([a]) == ["-", "-", "-"], "one length"
     error = 0.01 / 3 ** 0.5                                     # of a's mean; b has none
     assert change([a, b]) == ["-0.0200", f"{2.920 * error:.4f}", "shrinks"]
