@@ -65,6 +65,7 @@ class Config:
     top_k: int = 4                # k, slots that a head reads for a token
     r: int = -1                   # width of the latent values; -1: d_h
     value_lr: float = 1.0         # rate of the values, in units of the other memory tensors'; ours
+    memory_schedule: bool = False     # do the memories' rates follow the schedule? the paper's stay
     queries: str = ""             # Table 11's: batch_norm | layer_norm | residual | out_proj
 
     def check(self, ok, fields, rule):
@@ -485,8 +486,9 @@ class Model(nn.Module):
         """The memories at the highest rate throughout and without decay (section E.2 says so of
         keys and values; W_h and the other memories' matrices go with them here), the rest on the
         schedule; nothing of what is frozen. Values start at 0, and Adam moves a row by about the
-        rate a step. No fan-in multiplies that, as it does a matrix's: at equal rates a memory moves
-        less than a block, and value_lr times the rate makes up for it."""
+        rate a step. No fan-in multiplies that, as it does a matrix's, and what a memory adds to may
+        be large: at equal rates it does less than a block. value_lr times the rate makes up for
+        it."""
         values = []
         memories = []
         matrices = []
@@ -503,10 +505,10 @@ class Model(nn.Module):
             else:
                 vectors.append(p)
         common = dict(kind="adamw", lr=learning_rate)
-        fixed = dict(common, weight_decay=0.0, schedule=False)
+        memory = dict(common, weight_decay=0.0, schedule=self.config.memory_schedule)
         groups = [
-            dict(fixed, params=values, lr=self.config.value_lr * learning_rate),
-            dict(fixed, params=memories),
+            dict(memory, params=values, lr=self.config.value_lr * learning_rate),
+            dict(memory, params=memories),
             dict(common, params=matrices, weight_decay=weight_decay, schedule=True),
             dict(common, params=vectors, weight_decay=0.0, schedule=True),
         ]
@@ -569,7 +571,7 @@ def start(path, ckpt, fields):
     model.load_state_dict(ckpt["model"])
     have = vars(model.config)
     grows = have["upscale"] == "base" and fields.get("upscale", "base") != "base"
-    free = ["phase", "block_size", "value_lr"]
+    free = ["phase", "block_size", "value_lr", "memory_schedule"]
     if grows:
         free += ["upscale", "inserted", "placement", "memory", "n_keys", "top_k", "r", "queries"]
     for key, value in fields.items():

@@ -2640,14 +2640,15 @@ def test_midus_nothing_is_kept_for_what_is_frozen_below(fields, lowest):
 
 
 @parametrize("phase", ["", "cpt", "sft"])
-def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase):
-    model = midus_grown(phase=phase, queries="layer_norm", value_lr=30.0)
+@parametrize("falls", [False, True])
+def test_midus_memories_learn_at_a_fixed_rate_without_decay_in_every_phase(phase, falls):
+    model = midus_grown(phase=phase, queries="layer_norm", value_lr=30.0, memory_schedule=falls)
     groups = dict(groups_by_name(model, "adamw", 0.1, 0.01))
     for name, group in groups.items():
-        scheduled = ".memory." not in name
-        decays = scheduled and not name.endswith(("norm.weight", "bias"))
+        memory = ".memory." in name
+        decays = not memory and not name.endswith(("norm.weight", "bias"))
         rate = 30.0 * 0.1 if name.endswith(".values") else 0.1
-        wanted = (rate, scheduled, 0.01 if decays else 0)
+        wanted = (rate, falls or not memory, 0.01 if decays else 0)
         assert (group["lr"], group["schedule"], group["weight_decay"]) == wanted
     assert groups.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     assert ("embed.weight" in groups) == (phase != "cpt")
@@ -2741,8 +2742,9 @@ def test_midus_start_grows_a_base_once():
     wanted = vars(base.config) | dict(upscale="midus", n_keys=3, block_size=8, inserted=3)
     assert grown == wanted | dict(phase="cpt")
     model = model_midus.Model(model_midus.Config(**grown))
-    again = midus_start(model, phase="sft", upscale="midus", value_lr=3.0)      # the same model
-    assert again == wanted | dict(phase="sft", value_lr=3.0)
+    rates = dict(value_lr=3.0, memory_schedule=True)
+    again = midus_start(model, phase="sft", upscale="midus", **rates)           # the same model
+    assert again == wanted | dict(phase="sft", **rates)
     with pytest.raises(ValueError, match="already deeper"):
         model_midus.upscale(model)
 

@@ -1,5 +1,6 @@
 """Instructions with answers, in Alpaca's schema, as a data folder for supervised fine-tuning: the
-loss is on the answer alone.
+loss is on the answer alone. One record is one training window, so that every answer sees its
+instruction; records that are longer than block_size are left out.
 
     python experiments/instruct.py --source=instruct.jsonl.xz --tokenizer=data/edu/tokenizer.json
     python train.py --model=midus --dataset=data/sft --init_from=out/midus-d4 --phase=sft \\
@@ -17,12 +18,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.run import options
 from experiments.tasks import write_jsonl
-from prepare_fineweb import ConfigError, guard, need, prepare, read_files
+from prepare_fineweb import ConfigError, get_tokenizer, guard, need, prepare, read_files
 
 # ---------------------------------------------------------------- settings: --key=value
 source = ""                   # the file, or a folder of them
 out = "data/sft"              # folder to write
 tokenizer = "gpt2"            # gpt2 | bytes | a tokenizer.json
+block_size = 256              # tokens of a window
 # ----------------------------------------------------------------
 
 
@@ -53,14 +55,24 @@ def to_record(row, where):
     return {"prompt": prompt, "answer": answer}
 
 
+def short_enough(records, tok, block_size):
+    """Those that are a window of block_size + 1 tokens with an eot before and after."""
+    prompts = tok.encode_batch([record["prompt"] for record in records])
+    answers = tok.encode_batch([record["answer"] for record in records])
+    lengths = [len(a) + len(b) + 2 for a, b in zip(prompts, answers)]
+    return [record for record, n in zip(records, lengths) if n <= block_size + 1]
+
+
 def main(argv):
     c, extra = options(argv, globals())
     need(c.source and not extra, "give --source=FILE, a file of instructions, and options only")
     records = [to_record(row, where) for row, where in read_records(Path(c.source))]
+    short = short_enough(records, get_tokenizer(c.tokenizer), c.block_size)
+    print(f"{len(short):,} of {len(records):,} records fit into {c.block_size} tokens")
     folder = Path(f"{c.out}_records")
     folder.mkdir(parents=True, exist_ok=True)
-    write_jsonl(folder / "train.jsonl", records)
-    prepare(source=str(folder), tokenizer=c.tokenizer, out=c.out)
+    write_jsonl(folder / "train.jsonl", short)
+    prepare(source=str(folder), tokenizer=c.tokenizer, out=c.out, block_size=c.block_size)
 
 
 if __name__ == "__main__":

@@ -734,29 +734,34 @@ def lines(monkeypatch):
 
 def test_rates_of_midus_are_drawn_as_a_line_for_each_method(lines, tmp_path, monkeypatch):
     rows = dict.fromkeys(midus_rates.variants, {})
+    rows["base untouched"] = {0: dict(retention_loss=1., val_loss=6.)}
     rows["LESA 0.000125"] = {0: dict(retention_loss=2., val_loss=5.)}
     rows["LESA 0.002"] = {0: dict(retention_loss=3., val_loss=4.)}
     monkeypatch.setattr(midus_rates, "__file__", str(tmp_path / "midus_rates.py"))
     (tmp_path / "results").mkdir()
     midus_rates.finish(rows, "cpu")
-    assert lines == [[[2, 5], [3, 4]]]
+    assert [[1, 6], [2, 5], [3, 4]] in lines
     assert (tmp_path / "results/midus_rates-cpu-plane.md").exists()
 
 
-def test_the_area_of_learned_against_kept():
-    """Three points, one of them worse than another in both losses; and HML's is larger."""
-    assert midus_rates.area([(1, 3), (2, 1), (3, 2)], (4, 5)) == 1 * (5 - 3) + 2 * (5 - 1)
-    assert midus_rates.area([(4, 1)], (4, 5)) == 0
-    rows = {}
-    for name in midus_rates.variants:
-        x = 2. if name.startswith("MIDUS") else 3.
-        rows[name] = {0: dict(retention_loss=x, val_loss=x)}
-    rows["SOLAR 0.002"] = {0: dict(retention_loss=2., val_loss=5.)}
-    _, _, hml, *_, solar, fast_values = midus_rates.area_table(rows).splitlines()
-    assert hml.startswith("| MIDUS-HML | 3.0000 |")
-    assert solar == "| SOLAR | 0.0000 | sign agrees (1 seed) |"
-    assert fast_values == "| MIDUS-HML values 30x | 3.0000 | sign differs (1 seed) |"
-    assert "| SOLAR | - | not run |" in midus_rates.area_table({**rows, "SOLAR 0.002": {}})
+def test_learned_for_what_is_forgotten():
+    """On lines from the untouched base; a worse point and what lies beyond the last gain nothing;
+    whoever forgets less than nothing learns for nothing."""
+    untouched = (3., 5.)
+    points = [untouched, (3.1, 4.8), (3.2, 4.9), (3.3, 4.4)]
+    for price, gain in ((0, 0), (0.05, 0.1), (0.1, 0.2), (0.2, 0.2), (0.25, 0.4), (9, 0.6)):
+        assert midus_rates.learned(price, points) == approx(gain)
+    assert midus_rates.learned(0, [untouched, (2.9, 4.8)]) == approx(0.2)
+    rows = {name: {0: dict(retention_loss=3.2, val_loss=4.6)} for name in midus_rates.variants}
+    rows["base untouched"] = {0: dict(retention_loss=3., val_loss=5.)}
+    for rate in midus_rates.RATES:
+        rows[f"SOLAR {rate:g}"] = {0: dict(retention_loss=3.4, val_loss=4.6)}
+    _, _, hml, *_, solar, fast_values, _ = midus_rates.price_table(rows).splitlines()
+    assert hml == "| MIDUS-HML | 0.1000 | 0.2000 | 0.4000 | 0.2000 | - |"
+    assert solar == "| SOLAR | 0.0500 | 0.1000 | 0.2000 | 0.1000 | sign agrees (1 seed) |"
+    assert fast_values.startswith("| MIDUS-HML values 30x | 0.1000 |")
+    rows["SOLAR 0.002"] = {}
+    assert "| SOLAR | - | - | - | - | not run |" in midus_rates.price_table(rows)
 
 
 def test_curves_of_arithmetic_are_means_over_seeds(lines):
@@ -1125,20 +1130,23 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
 def test_instructions_become_prompts_and_answers(tmp_path):
     """By Alpaca's names, in an array, and by Dolly's, a record a line."""
     def records_of(source):
-        instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data"])
+        instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data",
+                       "--block_size=80"])
         return read_jsonl(tmp_path / "data_records/train.jsonl")
 
     array = tmp_path / "array.json"
     lines = tmp_path / "lines.jsonl.xz"
     rows = [dict(instruction=f"Repeat {n}.", output=f"word {n}") for n in range(120)]
     rows[3]["input"] = "a word"
+    rows += [dict(instruction="Long.", output="w" * n) for n in (41, 42)]       # after 38 tokens
     array.write_text(json.dumps(rows))
     text = "\n".join(map(json.dumps, rows))
     dolly = text.replace("output", "response").replace("input", "context")
     lines.write_bytes(lzma.compress(dolly.encode()))
     records = records_of(array)
     assert records_of(lines) == records
-    assert [record["answer"] for record in records] == [f"word {n}" for n in range(120)]
+    answers = [f"word {n}" for n in range(120)]
+    assert [record["answer"] for record in records] == [*answers, "w" * 41]
     assert records[2]["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
     between = "Repeat 3.\n\n### Input:\na word\n\n### Response:"
     assert records[3]["prompt"] == f"### Instruction:\n{between}\n"
