@@ -9,6 +9,7 @@ LIMe (sections 5.3 and 5.5, Appendix D):
 MIDUS (Figure 3):
     importance      of every attention head, before continued pre-training and after
     slots           which memory slots each head uses
+    sizes           how much each block adds to the residual stream
 Hierarchical memories:
     retrieval       the loss with fetched, generic, wrong and no memories
     prompt          the loss by how many tokens choose the memories
@@ -508,6 +509,28 @@ def slot_use(model, tok, folder, c):
             "dead": dead.double().mean(-1).tolist(), "ranked": ranked.tolist()}
 
 
+# ---------------------------------------------------------------- what a block adds
+
+@torch.no_grad()
+def block_sizes(model, tok, folder, c):
+    """Root mean squares over tokens and channels, from the bottom: {"stream": of what comes into
+    each block, "added": of what the block adds to it, "inserted": whether it is an inserted one}"""
+    need(hasattr(model, "stack"), "`sizes` is for --model=midus")
+    squares = {block: [] for block in model.stack}
+
+    def keep(block, inputs, output):
+        x = inputs[0].float()
+        squares[block].append((x.square().mean(), (output - x).square().mean()))
+
+    with while_hooked([block.register_forward_hook(keep) for block in model.stack]):
+        for x, _ in windows(model, folder, c):
+            model(x)
+    means = torch.stack([torch.tensor(found).mean(0).sqrt() for found in squares.values()])
+    stream, added = means.T.tolist()
+    new = [block in [*model.inserted] for block in model.stack]
+    return {"stream": stream, "added": added, "inserted": new}
+
+
 # ---------------------------------------------------------------- parts of a layer
 
 @torch.no_grad()
@@ -634,6 +657,20 @@ def draw_slots(row, run, use, label):
     right.legend()
 
 
+def draw_sizes(row, run, sizes, label):
+    """What blocks add, and what it is added to."""
+    stream, added = sizes["stream"], sizes["added"]
+    for layer, new in enumerate(sizes["inserted"]):
+        name = "inserted" if new else ""
+        print(f"  {layer:3}: {added[layer]:.4f} to {stream[layer]:.4f} {name}")
+    row[0].plot(stream, "o-", label="the stream")
+    row[0].bar(range(len(added)), added, label="what a block adds")
+    places = [layer for layer, new in enumerate(sizes["inserted"]) if new]
+    row[0].bar(places, [added[layer] for layer in places], label="an inserted block")
+    row[0].set(title=run, xlabel="block, from the bottom", ylabel=label, yscale="log")
+    row[0].legend()
+
+
 def draw_parts(row, run, parts, label):
     """Bars of attention, FFN and memory for each layer."""
     print(f"  loss {parts['loss']:.4f}; what is added to it, layer by layer, without")
@@ -671,6 +708,7 @@ ANALYSES = {                    # what to compute, how to draw a run, in how man
     "prompt": (prompt, draw_prompt, 1, "validation loss (nats)"),
     "blocking": (blocking, draw_blocking, 1, "loss with memories, minus loss without"),
     "rag": (rag, draw_losses, 1, "validation loss (nats)"),
+    "sizes": (block_sizes, draw_sizes, 1, "root mean square"),
     "parts": (part_losses, draw_parts, 1, "loss without it, minus loss (nats)"),
 }
 

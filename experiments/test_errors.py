@@ -680,6 +680,7 @@ a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records w
 -  entropy --sequences=-1  sequences=-1
 -  entropy --device=x  device=x
 -  slots  for models with memory slots
+-  sizes  for --model=midus
 -  separability  its tokenizer bytes has no token of its
 -  separability --occurrences=0  occurrences=0
 -  retrieval  for --model=hiermem

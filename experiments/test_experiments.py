@@ -1444,6 +1444,26 @@ def test_slots_are_counted_by_head_and_layer(grown_run, grown, text_folder, monk
         "ranked": [[.6875, .25, .0625, 0]]}
 
 
+def test_sizes_of_what_blocks_add(grown_run, grown, text_folder, capsys):
+    """Against the stream, block by block."""
+    sizes = analyse("sizes", grown_run, "--sequences=2")
+    assert "inserted" in capsys.readouterr().out
+    model = grown()
+    x, _ = TokenShards(text_folder, "val", 32).batch(range(2))
+    stream = [model.embed(x)]
+    theta = model_midus.rotary_frequencies(model.config, "cpu")
+    rotary = model_midus.rotary_tables(theta, 0, 32)
+    with torch.no_grad():
+        for block in model.stack:
+            stream.append(block(stream[-1], rotary, None))
+    wanted = [z.square().mean().sqrt().item() for z in stream[:-1]]
+    assert sizes["stream"] == approx(wanted, rel=1e-4)
+    wanted = [(b - a).square().mean().sqrt().item() for a, b in itertools.pairwise(stream)]
+    assert sizes["added"] == approx(wanted, rel=1e-4)
+    assert sizes["inserted"] == [block in [*model.inserted] for block in model.stack]
+    assert sum(sizes["inserted"]) == 1
+
+
 def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, grown, text_folder, capsys):
     """By hand: the loss with zeros for the last matrix of an attention or an FFN; and without the
     only inserted block, which has a memory alone."""
