@@ -288,6 +288,9 @@ def parse_value(text, kind):
         return TRUTH[text.lower()]
     if kind is int and text.lower() in TRUTH:    # an int that may be automatic, no or yes: compile
         return int(TRUTH[text.lower()])
+    if kind is int:
+        with contextlib.suppress(ValueError):     # a float holds not every number from 2^53 on
+            return int(text)
     number = float(text)
     if not math.isfinite(number) or kind(number) != number:     # 1e4 is a whole number, 1.5 is none
         raise ValueError

@@ -136,6 +136,7 @@ def documents_of(folder, split):
 --max_iters=300 --max_iters=1e4    {'max_iters': 10000}
 --max_iters=300_000                {'max_iters': 300000}
 --max_iters=-3                     {'max_iters': -3}
+--max_iters=9007199254740993       {'max_iters': 9007199254740993}
 --compile=True                     {'compile': 1}
 --compile=false                    {'compile': 0}
 --learning_rate=3e-4               {'learning_rate': 0.0003}
