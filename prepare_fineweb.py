@@ -12,7 +12,8 @@ the shard has 1 at every token that is to be predicted: the answer's tokens and 
 document's opening eot is what ends an answer. With --block_size=N a document is a training window
 of its own: eot, prompt, answer, and eot up to N + 1 tokens, of which only the first is predicted.
 Held-out documents are chosen by the sha256 of their text, so that a text is on the same side in
-every run; where files whose names start with "val" lie beside others, they are the held-out ones.
+every run; where files named val, valid or validation (val-1.txt) lie beside others, they are held
+out instead.
 
 --clusters=8,8 cuts the documents into windows of --window=512 tokens, fits a tree to those of train
 (8 nodes, then 8 in each), and packs the windows of one leaf into sequences of block_size + 1
@@ -35,6 +36,7 @@ import difflib
 import errno
 import fcntl
 import functools
+import glob
 import gzip
 import hashlib
 import importlib.util
@@ -102,6 +104,8 @@ OFFLINE = (
 )
 EOT = "<|endoftext|>"
 ENDS = (EOT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")    # tokens that end a text
+KINDS_OF_FILE = re.compile(r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$", re.IGNORECASE)
+HELD_OUT = re.compile(r"val(id|idation)?\d*[-_.]", re.IGNORECASE)
 BPE_CHARS = 200_000_000    # bpe is trained on the first so many characters
 
 
@@ -672,9 +676,13 @@ def check_source(name):
         need(not reason, f"FineWeb-Edu cannot be streamed. Tried: {url} ({reason}). Without a "
                          "network: --source=FILE_OR_FOLDER (.parquet files are read as the hub's "
                          "are), or --source=pydocs, this machine's Python documentation")
-    else:
-        need(name == "pydocs" or Path(name).exists(), f"there is no source {name}: fineweb_edu, "
-                                                      "pydocs, or an existing file or folder")
+    elif name != "pydocs":
+        need(Path(name).exists(), f"there is no source {name}: fineweb_edu, pydocs, or an existing "
+                                  "file or folder")
+        files, val = find_files(Path(name))
+        if val:
+            names = ", ".join(file.name for file in val)
+            print(f"held out by their names: {len(val)} of {len(files)} files, {names:.200}")
 
 
 def _dataset(path, **arguments):
@@ -685,35 +693,42 @@ def _dataset(path, **arguments):
         yield from datasets.load_dataset(path, split="train", streaming=True, **arguments)
 
 
+def find_files(path):
+    """The files of a source, and those of them that are held out by their names."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [file for file in files if KINDS_OF_FILE.search(file.name) and not file.is_dir()]
+    need(files, f"{path} is not, or does not hold, a .txt .jsonl (.gz, .xz) or .parquet file")
+    val = [file for file in files if HELD_OUT.match(file.name)]
+    return files, val if len(val) < len(files) else []
+
+
 def read_files(path, text_field):
     """Yields (split or "", where, record) of a file or of the files in a folder."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    kinds = r"\.(txt|jsonl)(\.gz|\.xz)?$|\.parquet$"
-    files = [file for file in files if re.search(kinds, file.name)]
-    need(files, f"{path} is not, or does not hold, a .txt .jsonl (.gz, .xz) or .parquet file")
-    val = [file for file in files if file.name.startswith("val")]
-    train = [file for file in files if file not in val]
-    for file in val + train:     # val first: max_tokens stops in the training text
+    files, val = find_files(path)
+    for file in val + [file for file in files if file not in val]:     # max_tokens cuts train
         split = ""
-        if val and train:
+        if val:
             split = "val" if file in val else "train"
         where = str(file)
         try:
             for n, row in enumerate(_rows(file, text_field), 1):
                 where = f"{file}, record {n}"
                 yield split, where, row
+        except ImportError:
+            raise
         except Exception as error:     # of json, of a decompressor, of pyarrow
             raise ConfigError(f"{where} or the next: {error}") from None
 
 
 def _rows(file, text_field):
     """Yields a file's records."""
-    if file.suffix == ".parquet":
-        yield from _dataset("parquet", data_files=str(file))
+    name = file.name.lower()
+    if name.endswith(".parquet"):
+        yield from _dataset("parquet", data_files=glob.escape(str(file)))
         return
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix.lower(), open)
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
-        if ".txt" in file.suffixes:
+        if name.removesuffix(".gz").removesuffix(".xz").endswith(".txt"):
             for piece in _pieces(iter(lambda: lines.readline(100_000), "")):
                 yield {text_field: piece}
         else:
@@ -722,8 +737,8 @@ def _rows(file, text_field):
 
 def _pieces(lines, size=100_000):
     """
-    Lines -> texts of about size characters at most, cut at blank lines if there are any: a book
-    must not be one document.
+    Lines -> texts that end at the first blank line from size characters on, or at any line from
+    twice as many on: a book must not be one document.
     """
     piece, length = [], 0
     for line in lines:

@@ -223,16 +223,18 @@ def test_every_epoch_has_an_order_of_its_own(corpus, tmp_path):
     assert first != second and first != shards.shuffled(2, range(n)).tolist()
 
 
-def test_held_out_files_are_those_named_val(tmp_path):
+def test_held_out_files_are_those_named_val(tmp_path, capsys):
     texts = small_texts()
     source = tmp_path / "in"
     write_texts(source / "train-1.jsonl", texts[:30])
-    write_texts(source / "sub" / "more.jsonl", texts[30:50])
-    write_texts(source / "val.jsonl", texts[50:])
+    write_texts(source / "sub.parquet" / "more.jsonl", texts[30:50])
+    write_texts(source / "val-1.JSONL", texts[50:])
+    write_texts(source / "values.jsonl", texts[:5])
     (source / "README.md").write_text("is not read")
     folder = prepare_bytes(source, tmp_path / "data", max_tokens=1)     # which val is not cut by
     assert documents_of(folder, "val") == texts[50:]
     assert documents_of(folder, "train") == texts[30:31]
+    assert "held out by their names: 1 of 4 files, val-1.JSONL\n" in capsys.readouterr().out
 
 
 def test_text_is_held_out_by_its_hash_and_bpe_is_trained_without_it(corpus, tmp_path):
@@ -274,21 +276,24 @@ def test_with_block_size_a_document_is_a_window_and_its_end_alone_is_predicted(t
         assert y.tolist() == [-1] * 3 + [*answer, 256] + [-1] * (8 - n)
 
 
-def test_files_of_every_format_give_the_same_shards(tmp_path):
+def test_files_of_every_format_give_the_same_shards(tmp_path, monkeypatch):
     import pyarrow
     import pyarrow.parquet
     texts = small_texts()
     lines = "\n\n".join(json.dumps({"body": text}, ensure_ascii=False) for text in texts).encode()
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)     # with a byte order mark
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "a.txt.jsonl").write_bytes(b"\xef\xbb\xbf" + lines)     # with a byte order mark
+    (tmp_path / "b.jsonl.GZ").write_bytes(gzip.compress(lines))
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(lines))
-    pyarrow.parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "d.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "d[1].parquet")
     (tmp_path / "e").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / "e" / f"{i:02}.txt").write_bytes(text.encode())
     folders = [prepare_bytes(path, tmp_path / "out" / path.stem, text_field="body")
                for path in [*tmp_path.iterdir()]]
     assert len(folders) == 5 and len({*map(data_id, folders)}) == 1
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError):     # for which the guard has a hint
+        prepare_bytes(tmp_path / "d[1].parquet", tmp_path / "new")
 
 
 def test_a_book_is_cut_at_blank_lines():
