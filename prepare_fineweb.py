@@ -326,7 +326,8 @@ class BytesTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids) -> str:
-        return b"".join(self.token_bytes(int(i)) for i in ids).decode(errors="replace")
+        known = [int(i) for i in ids if i < self.vocab_size]     # a model's may be padded
+        return b"".join(map(self.token_bytes, known)).decode(errors="replace")
 
     def token_bytes(self, i: int) -> bytes:
         return bytes([i]) if i != self.eot else b""
@@ -352,7 +353,7 @@ class JSONTokenizer(BytesTokenizer):
     """Any tokenizer.json, by `tokenizers`. A special token that a text spells is plain text."""
 
     def __init__(self, path, name=""):
-        from tokenizers import Tokenizer, decoders, pre_tokenizers
+        from tokenizers import Tokenizer, pre_tokenizers
         with reading(path, "is not a tokenizer.json that `tokenizers` reads"):
             self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.encode_special_tokens = True
@@ -366,7 +367,11 @@ class JSONTokenizer(BytesTokenizer):
         self.eot = vocab[ends[0]]
         self.vocab_size = max(vocab.values()) + 1
         self.added = self.tokenizer.get_added_tokens_decoder()
-        self.byte_level = isinstance(self.tokenizer.decoder, decoders.ByteLevel)
+        decoder = str(self.tokenizer.decoder)     # of a Sequence: its parts too
+        self.byte_level = "ByteLevel(" in decoder
+        need(not re.search(r"(WordPiece|BPEDecoder|CTC)\(", decoder),
+             f"{path}: its tokens have no bytes of their own, the decoder {decoder[:60]} puts "
+             "spaces between them: take another tokenizer")
         # ByteLevel leaves some bytes as they are; the others are the characters from U+0100 on.
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         order = sorted(range(256), key=lambda byte: chr(byte) not in alphabet)
@@ -398,14 +403,15 @@ TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": BytesTokenizer}
 
 def get_tokenizer(name) -> BytesTokenizer:
     """
-    "gpt2" | "bytes" | a data folder | a tokenizer.json
+    "gpt2" | "bytes" | a data folder | a tokenizer.json, or a folder with one
     -> .name .vocab_size .eot .encode .encode_batch .decode .token_bytes
     """
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
     file = Path(name) / "tokenizer.json"
     if file.exists():
-        return JSONTokenizer(file, load_meta(name)["tokenizer"])
+        prepared = (Path(name) / "meta.json").exists()     # a Hugging Face folder has none
+        return JSONTokenizer(file, load_meta(name)["tokenizer"] if prepared else "")
     if os.path.isdir(name):
         return get_tokenizer(load_meta(name)["tokenizer"])
     need(os.path.isfile(name), f"unknown tokenizer {name!r}: gpt2, bpe (when preparing), bytes, or "

@@ -352,6 +352,15 @@ def test_other_tokenizers_json(tmp_path, corpus):
     ids = tok.encode("a aé</s>")
     assert tok.eot == 1 and tok.decode(ids) == "a aé</s>"
     assert b"".join(map(tok.token_bytes, ids)) == "a aé</s>".encode()
+    own = Tokenizer.from_file(str(save_tokenizer(tmp_path / "own.json")))
+    own.decoder = decoders.Sequence([own.decoder])
+    own.save(str(tmp_path / "own.json"))
+    tok = get_tokenizer(tmp_path / "own.json")
+    assert b"".join(map(tok.token_bytes, tok.encode("a é"))) == "a é".encode()
+    own.decoder = decoders.WordPiece()
+    own.save(str(tmp_path / "own.json"))
+    with pytest.raises(ConfigError, match="own.json: its tokens have no bytes of their own"):
+        get_tokenizer(tmp_path / "own.json")
     # Tokens of a tokenizer that changes the text have no bytes to count.
     shorter = normalizers.Replace("word", "")
     squeeze = save_tokenizer(tmp_path / "squeeze" / "tokenizer.json", normalizer=shorter)
@@ -3852,6 +3861,7 @@ def test_top_k_top_p_and_temperature(how, wanted):
 def test_text_comes_as_soon_as_its_bytes_are_whole():
     pieces = list(sample.text_pieces(get_tokenizer("bytes"), [*"aé€".encode(), 300, 0xC3]))
     assert pieces == ["a", "", "é", "", "", "€", "", "\ufffd"], "300 is no token of it"
+    assert get_tokenizer("bytes").decode([*"aé".encode(), 300]) == "aé"
 
 
 def test_sample_writes_text(trained):
