@@ -833,6 +833,8 @@ def _obey(parent):
 def _documents(c):
     """read_documents() with a split for every document: the hash of its text decides."""
     for split, prompt, text, topic in read_documents(c):
+        need(prompt is None or not c.clusters,
+             f"clusters={c.clusters}: prompts and answers are not clustered, only texts")
         digest = hashlib.sha256(((prompt or "") + text).encode()).hexdigest()
         if not split:
             split = "val" if int(digest[:8], 16) < c.val_fraction * 16**8 else "train"
@@ -946,9 +948,13 @@ def _write(c, folder):
                 room[split] = shard_tokens
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
-    need(all(meta["documents"].values()),
-         f"{c.source} has too few different documents to hold out {c.val_fraction} of them: "
-         f"{meta['documents']}; --val_fraction= takes more")
+    found = meta["documents"]
+    hint = "--val_fraction= takes more"
+    if 0 < c.max_tokens <= meta["tokens"]["train"]:
+        hint = f"max_tokens={c.max_tokens} ended the reading, raise it"
+    need(any(found.values()), f"{c.source} holds no text")
+    need(all(found.values()), f"{c.source} has too few different documents to hold out "
+         f"{c.val_fraction} of them: {found}; {hint}")
     if c.block_size:
         meta["block_size"] = c.block_size
     if c.clusters:
@@ -971,8 +977,6 @@ def _write(c, folder):
 def _cluster(c, folder, tok, documents, labels):
     """Makes the documents sequences of one leaf each -> what more goes into meta.json."""
     from experiments import topics
-    need(len(documents["train"][0]) == 1,
-         f"clusters={c.clusters}: prompts and answers are not clustered, only texts")
     tokens = {}
     for split in documents:
         tokens[split] = np.concatenate([ids for ids, in documents[split]])
@@ -990,6 +994,9 @@ def _cluster(c, folder, tok, documents, labels):
 def _build(c, folder, asked):
     """All that is in the folder, in a folder beside it that takes its place in the end."""
     check_source(c.source)
+    if c.clusters and c.embedder == "minilm":     # what cannot be loaded fails before hours of work
+        from experiments import topics
+        topics.MiniLM({}, c.embedder_path)
     partial = folder.with_name(folder.name + ".partial")
     start = time.time()
     print(f"preparing {folder} from {c.source}, tokenizer {c.tokenizer} ...", flush=True)

@@ -487,6 +487,7 @@ bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight 
 -  --val_fraction=-3  val_fraction=-3.0
 -  --max_tokens=0  max_tokens=0
 -  --max_tokens=-5  max_tokens=-5
+-  --max_tokens=1  max_tokens=1 ended the reading
 -  --block_size=-1  block_size=-1
 -  --block_size=3  block_size=3: a document has
 -  --shard_tokens=0  shard_tokens=0
@@ -511,7 +512,7 @@ bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight 
 -  --sorce=x  did you mean --source=?
 -  text.jsonl  is given as --source=PATH
 -  --overwrite=perhaps  --overwrite wants True or False
-a.txt = b""  --source=a.txt  too few different documents
+a.txt = b""  --source=a.txt  a.txt holds no text
 a.txt = b"\xff\xfe\0"  --source=a.txt  a.txt or the next: 'utf-8' codec
 a.jsonl = b'{"text": "x"}\n\n{"text"\n'  --source=a.jsonl  a.jsonl, record 1 or the next:
 a.jsonl = b'{"text": "x"}\n["text"]\n'  --source=a.jsonl
@@ -528,7 +529,11 @@ a.jsonl.xz = __import__("lzma").compress(b'{"text": "x"}\n' * 99)[:-9]  --source
     a.jsonl.xz
 a.jsonl.gz = b"no gzip"  --source=a.jsonl.gz --workers=2  a.jsonl.gz or the next: Not a gzip
 a.jsonl.gz = b"no gzip"  --source=a.jsonl.gz  a.jsonl.gz or the next: Not a gzip
-a.jsonl.gz = b""  --source=a.jsonl.gz  too few different documents
+a.jsonl.gz = b""  --source=a.jsonl.gz  a.jsonl.gz holds no text
+a.jsonl = b'{"prompt": "x", "answer": "y"}\n[]\n'  --source=a.jsonl --clusters=2,2
+    prompts and answers are not clustered
+a.jsonl = b"[]"  --source=a.jsonl --clusters=2,2 --embedder=minilm --embedder_path=empty
+    config.json
 a.parquet = b"no parquet"  --source=a.parquet  a.parquet or the next: parquet cannot be read
 data/meta.json = b"{"  --out=data  data/meta.json cannot be used
 data/meta.json: c["settings"] = []  --out=data  settings must be of type dict
@@ -703,7 +708,7 @@ tree/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1  retrieval --runs=ba
 -  --source  --source needs a value
 a.json = b"["  --source=a.json  a.json cannot be read
 a.json = b"[3]"  --source=a.json  a.json, record 1
-a.json = b"[]"  --source=a.json  too few
+a.json = b"[]"  --source=a.json  holds no text
 a.jsonl = b'{"instruction": "?", "input": ""}'  --source=a.jsonl  record 1: a record must have texts
 a.jsonl = b'{"instruction": "?", "input": 3, "output": "x"}'  --source=a.jsonl
     record 1: a record must have texts
