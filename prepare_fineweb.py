@@ -998,6 +998,7 @@ def _build(c, folder, asked):
         from experiments import topics
         topics.MiniLM({}, c.embedder_path)
     partial = folder.with_name(folder.name + ".partial")
+    old = folder.with_name(folder.name + ".old.partial")
     start = time.time()
     print(f"preparing {folder} from {c.source}, tokenizer {c.tokenizer} ...", flush=True)
     try:
@@ -1006,8 +1007,11 @@ def _build(c, folder, asked):
         meta = _write(c, partial)
         file = partial / "meta.json"
         file.write_text(json.dumps(meta | {"settings": asked}, indent=1), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():     # whole until the new one is: a kill leaves one of them
+            os.rename(folder, old)
         os.rename(partial, folder)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for split in ("train", "val"):

@@ -458,7 +458,7 @@ def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
         pf.lock(tmp_path)
 
 
-def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
+def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys, monkeypatch):
     (tmp_path / "data").mkdir()
     pf.lock(tmp_path / "data").close()     # whose file .lock is no obstacle
     folder = prepare_bytes(corpus, tmp_path / "data")
@@ -470,7 +470,19 @@ def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys):
         prepare_bytes(corpus, folder, overwrite=True)
     assert load_meta(folder)["settings"]["tokenizer"] == "bytes"
     write_texts(corpus, "abcdefgh")
-    prepare_bytes(corpus, folder, overwrite=True)
+    old, rename = tmp_path / "data.old.partial", os.rename
+
+    def interrupted(source, target):
+        if target == folder:
+            raise KeyboardInterrupt
+        rename(source, target)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", interrupted)
+        prepare_bytes(corpus, folder, overwrite=True)
+    assert (old / "meta.json").exists()     # not lost
+    for _ in range(2):
+        prepare_bytes(corpus, folder, overwrite=True)
+        assert not old.exists()
     assert set(documents_of(folder, "train")) < set("abcdefgh")
 
 
