@@ -21,8 +21,8 @@ from itertools import accumulate, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 
-from prepare_fineweb import EOT, ConfigError, configure, get_tokenizer, guard, help_text, need
-from prepare_fineweb import reading
+from prepare_fineweb import EOT, TOKENIZERS, ConfigError, configure, get_tokenizer, guard
+from prepare_fineweb import help_text, load_meta, need, reading
 
 if __name__ == "__main__":
     guard("sample.py")
@@ -180,27 +180,70 @@ def load_model(path, device) -> tuple:
         return model.eval(), find_tokenizer(path, ckpt["data"]), ckpt
 
 
-def load_start(path, module, fields) -> dict:
+def load_start(path, module, fields, dataset=None) -> dict:
     """Where --init_from=PATH begins: another run's checkpoint or a Hugging Face folder, made into
-    module's model by its start(), with the fields of its Config that were given."""
+    module's model by its start(), with the fields of its Config that were given. dataset: the data
+    folder that it is to learn."""
     source = Path(path)
     if (source / "config.json").exists() and not (source / "ckpt.pt").exists():
         ckpt = load_hugging_face(source, module)
     else:
         ckpt = load_checkpoint(source, sums=True)
         assemble(source, ckpt)      # a checkpoint that lacks a tensor must not train from random
+    if dataset:
+        check_tokens(path, ckpt.get("data", {}), dataset)
     return module.start(path, ckpt, fields)
 
 
+def check_tokens(path, data, dataset):
+    """What --init_from=PATH knows about its tokens must hold for those of the data folder. Names
+    and paths may differ, and so may a Hugging Face folder's special tokens."""
+    meta = load_meta(dataset)
+    theirs = tokenizer_file(path, data)
+    ours = Path(dataset, "tokenizer.json")
+    known = {**meta, **data}
+    if theirs and not data:
+        known["vocab_size"] = get_tokenizer(str(theirs)).vocab_size
+    same = known["eot"] == meta["eot"]
+    if theirs and ours.is_file():
+        same &= vocabulary(theirs) == vocabulary(ours)
+    else:
+        same &= known["vocab_size"] == meta["vocab_size"]
+    name = theirs or known["tokenizer"]
+    need(same, f"init_from={path}: {dataset} has another tokenizer; prepare it with "
+         f"--tokenizer={name}")
+
+
+def vocabulary(file):
+    """{token: id} of a tokenizer.json, without special tokens."""
+    return get_tokenizer(str(file)).tokenizer.get_vocab(with_added_tokens=False)
+
+
+def tokenizer_file(path, data):
+    """The tokenizer.json beside a checkpoint; without one and without a name the data folder's."""
+    name = "tokenizer.json"
+    path = Path(path)
+    if path.is_dir():
+        path /= "ckpt.pt"
+    if path.name.startswith("previous-"):
+        name = "previous-tokenizer.json"
+    file = path.with_name(name)
+    if "folder" in data and data["tokenizer"] not in TOKENIZERS and not file.is_file():
+        file = Path(data["folder"], "tokenizer.json")
+    return file if file.is_file() else None
+
+
 def find_tokenizer(path, data):
-    """By name, or the tokenizer.json beside the checkpoint, or that of the data folder."""
-    if data["tokenizer"] in ("gpt2", "bytes"):
-        return get_tokenizer(data["tokenizer"])
-    for place in (Path(path), Path(path).parent, Path(data["folder"])):
-        if (place / "tokenizer.json").is_file():
-            return get_tokenizer(str(place / "tokenizer.json"))
-    raise ConfigError(f"{path} needs the tokenizer.json of its data folder {data['folder']}, which "
-                      "has none: copy it beside the checkpoint")
+    """The checkpoint's, from its file or by its name."""
+    file = tokenizer_file(path, data)
+    name = data["tokenizer"]
+    need(file or name in TOKENIZERS, f"{path} needs the tokenizer.json of its data folder "
+         f"{data['folder']}, which has none: copy it beside the checkpoint")
+    name = str(file or name)
+    tok = get_tokenizer(name)
+    need(tok.vocab_size == data["vocab_size"] and tok.eot == data["eot"],
+         f"{name} is not the tokenizer of {path}: copy that of its data beside the checkpoint")
+    return tok
 
 
 # ----------------------------------------------------------------------------- generating

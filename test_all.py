@@ -3775,6 +3775,35 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(
         tiny("--n_embd=32 --max_iters=1", init_from=begin, out_dir=tmp_path / "narrow")
 
 
+def test_a_checkpoint_goes_with_its_own_tokenizer(text_folder, tmp_path):
+    """Which is the same under another name or path; this one's name is that of another kind."""
+    first, second = small_texts(), [text.upper() for text in small_texts()]
+    bpe = dict(tokenizer="bpe", vocab_size=300)
+    here = prepare_bytes(write_texts(tmp_path / "1.jsonl", first), tmp_path / "here", **bpe)
+    other = prepare_bytes(write_texts(tmp_path / "2.jsonl", second), tmp_path / "other", **bpe)
+    alone, run = tmp_path / "bytes", tmp_path / "run"
+    alone.mkdir()
+    shutil.copy(here / "tokenizer.json", alone)
+    shared = prepare_bytes(tmp_path / "2.jsonl", tmp_path / "shared", tokenizer=alone)
+    train(*TINY, "--max_iters=1", dataset=shared, out_dir=run)
+    begin = functools.partial(
+        train, *TINY, "--max_iters=1", init_from=run, out_dir=tmp_path / "new")
+    begin(dataset=here)
+    sample.check_tokens(alone, {}, here)     # as a Hugging Face folder
+    for wrong in (other, text_folder):
+        message = f"{wrong} has another tokenizer; prepare it with --tokenizer="
+        begin(dataset=wrong, expect=f"{message}{run}/tokenizer.json")
+        with pytest.raises(ConfigError, match=f"{message}{alone}/tokenizer.json"):
+            sample.check_tokens(alone, {}, wrong)
+    assert sample.load_model(run, "cpu")[1].vocab_size == 300
+    train(*TINY, "--max_iters=1", dataset=text_folder, out_dir=run)
+    for name, size in (("previous-ckpt.pt", 300), ("ckpt.pt", 257)):
+        assert sample.load_model(run / name, "cpu")[1].vocab_size == size
+    shutil.copy(here / "tokenizer.json", run)
+    with pytest.raises(ConfigError, match="tokenizer.json is not the tokenizer of"):
+        sample.load_model(run, "cpu")
+
+
 def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(
         text_folder, finished_run, tmp_path):
     """As does finetuning: text in other rows, or prompts with answers. A resumed run keeps its."""

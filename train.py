@@ -216,7 +216,7 @@ else:
         dial = make_config(module, preset, depth, {})
         fields = {"n_layer": dial.n_layer, "n_embd": dial.n_embd, **fields}
     with reading(init_from):
-        ckpt = load_start(init_from, module, fields)
+        ckpt = load_start(init_from, module, fields, folder)
         model_config = module.Config(**ckpt["model_config"])
 need(model_config.vocab_size >= meta["vocab_size"] or not folder,
      f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")

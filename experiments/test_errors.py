@@ -344,6 +344,7 @@ data/val_000000.bin = b""  -  is not a token shard
 -  --memory=lave  has memory=move
 -  --model=lime  run cannot be used
 -  --vocab_size=300  has vocab_size=257
+run/ckpt.pt: c["data"]["eot"] = 0  -  init_from=run: data has another tokenizer; prepare it with
 -  --init_from=bank  bank cannot be used
 -  --preset=d12  has n_layer=1
 run/ckpt.pt: c["model_config"]["new_knob"] = 1  -  new_knob
@@ -431,6 +432,7 @@ run/ckpt.pt: c["config"]["model"] = "gone"  -  there is no model_gone.py
 run/ckpt.pt: c["data"].update(tokenizer="bpe", folder="gone")  -
     needs the tokenizer.json of its data folder
 run/ckpt.pt: c["data"]["tokenizer"] = 3  -  run
+run/ckpt.pt: c["data"]["eot"] = 0  -  bytes is not the tokenizer of run
 run/ckpt.pt: c["data"] = {}  -  run
 run/ckpt.pt: del c["data"]  -  run
 run/ckpt.pt: del c["config"]  -  run
