@@ -356,12 +356,12 @@ def word_tokens(tok, ids, word=""):
     """Positions of the tokens that hold a byte of the last place where `word` (in any case; "" is
     any word) stands by itself."""
     pieces = [tok.token_bytes(i) for i in ids]
-    letter = rb"[\w\x80-\xff]"
-    wanted = re.escape(word.encode()) or letter + b"+"
-    pattern = rb"(?<!%b)%b(?!%b)" % (letter, wanted, letter)
-    found = list(re.finditer(pattern, b"".join(pieces), re.IGNORECASE))
+    text = b"".join(pieces).decode()
+    wanted = re.escape(word) or r"\w+"
+    found = list(re.finditer(rf"(?<!\w){wanted}(?!\w)", text, re.IGNORECASE))
     need(found, f"there is no {word!r} in the prompt" if word else "there is no word in the prompt")
-    first, last = found[-1].span()
+    start, end = found[-1].span()
+    first, last = len(text[:start].encode()), len(text[:end].encode())
     ends = list(accumulate(map(len, pieces)))
     starts = [0, *ends]
     return [n for n, end in enumerate(ends) if end > first and starts[n] < last]
@@ -548,6 +548,8 @@ def main(argv):
     model, tok, ckpt = load_model(path, c.device)
     if c.prompt == "-":
         c.prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
+    # Of the command line too: what is no UTF-8 cannot be tokenised.
+    c.prompt = c.prompt.encode(errors="surrogateescape").decode(errors="replace")
     folder = path if path.is_dir() else path.parent
     places = (folder, ckpt["data"]["folder"])
     context, note = model.prompt_context(c.prompt, places, c.leaf, c.block, c.embedder_path)

@@ -3914,6 +3914,8 @@ def test_sample_writes_text(trained):
                      stdin=PROMPT + "\n")
     assert text.startswith(first + "\n")
     run_sample("--num_samples=1", "--max_new_tokens=5", out_dir=trained)    # from nothing
+    text, _ = greedy("--num_samples=1", "--prompt=a\udcff", out_dir=trained)
+    assert text.startswith("a\ufffd"), "a byte of the command line that is no UTF-8"
 
 
 def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, monkeypatch):
@@ -3941,6 +3943,10 @@ def test_inspect_draws_gates(trained):
     assert [ids[n] for n in sample.word_tokens(tok, ids, "memory")] == list(b"memory")
     text = tok.encode("a cold day is a COLD one, scold")
     assert sample.word_tokens(tok, text, "cold") == [16, 17, 18, 19], "the last by itself"
+    text = tok.encode("l’école, “École”…")
+    for word in ("ÉCOLE", ""):
+        places = sample.word_tokens(tok, text, word)
+        assert bytes(text[n] for n in places).decode() == "École"
     grid, axes, gate_v = sample.look(model, tok, PROMPT, "memory")["gates"]
     gates = model.inspect(torch.tensor([ids]))["gates"][0]     # (L, T, H, M+1)
     assert_close(grid, gates[:, 5:11].mean((1, 2)))
