@@ -3338,6 +3338,8 @@ def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
         assert part in text
     ckpt = load_ckpt(tmp_path)
     assert ckpt["step"] == 60 and ckpt["config"]["model"] == "move"
+    tiny("--max_iters=0")
+    assert "next:" in text and "next:" not in capsys.readouterr().out, "nothing was saved"
 
 
 def interrupt_at(batch, monkeypatch):

@@ -609,6 +609,7 @@ if master:
         rng = torch.Generator(device).manual_seed(seed)
         ids = generate(raw.eval(), begin, sample_tokens, temperature=0.8, top_k=50, generator=rng)
         show(f"\na sample:\n{tok.decode([int(i) for i in ids])}\n")
-    show(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result "
-         f"{out}/result.json\nnext: python sample.py --out_dir={out} --prompt=\"...\"")
+    if step:                                       # else no checkpoint has been saved
+        show(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result "
+             f"{out}/result.json\nnext: python sample.py --out_dir={out} --prompt=\"...\"")
 leave()
