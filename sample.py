@@ -204,11 +204,10 @@ def check_tokens(path, data, dataset):
     known = {**meta, **data}
     if theirs and not data:
         known["vocab_size"] = get_tokenizer(str(theirs)).vocab_size
-    same = known["eot"] == meta["eot"]
     if theirs and ours.is_file():
-        same &= vocabulary(theirs) == vocabulary(ours)
+        same = vocabulary(theirs) == vocabulary(ours)
     else:
-        same &= known["vocab_size"] == meta["vocab_size"]
+        same = known["vocab_size"] == meta["vocab_size"]
     name = theirs or known["tokenizer"]
     need(same, f"init_from={path}: {dataset} has another tokenizer; prepare it with "
          f"--tokenizer={name}")
@@ -241,8 +240,8 @@ def find_tokenizer(path, data):
          f"{data['folder']}, which has none: copy it beside the checkpoint")
     name = str(file or name)
     tok = get_tokenizer(name)
-    need(tok.vocab_size == data["vocab_size"] and tok.eot == data["eot"],
-         f"{name} is not the tokenizer of {path}: copy that of its data beside the checkpoint")
+    need(tok.vocab_size == data["vocab_size"], f"{name} is not the tokenizer of {path}: "
+         "copy that of its data beside the checkpoint")
     return tok
 
 
@@ -356,12 +355,12 @@ def word_tokens(tok, ids, word=""):
     """Positions of the tokens that hold a byte of the last place where `word` (in any case; "" is
     any word) stands by itself."""
     pieces = [tok.token_bytes(i) for i in ids]
-    text = b"".join(pieces).decode()
+    text = b"".join(pieces).decode(errors="surrogateescape")     # a context may begin in a letter
     wanted = re.escape(word) or r"\w+"
     found = list(re.finditer(rf"(?<!\w){wanted}(?!\w)", text, re.IGNORECASE))
     need(found, f"there is no {word!r} in the prompt" if word else "there is no word in the prompt")
     start, end = found[-1].span()
-    first, last = len(text[:start].encode()), len(text[:end].encode())
+    first, last = (len(text[:n].encode(errors="surrogateescape")) for n in (start, end))
     ends = list(accumulate(map(len, pieces)))
     starts = [0, *ends]
     return [n for n, end in enumerate(ends) if end > first and starts[n] < last]

@@ -3947,8 +3947,9 @@ def test_inspect_draws_gates(trained):
     assert sample.word_tokens(tok, text, "cold") == [16, 17, 18, 19], "the last by itself"
     text = tok.encode("l’école, “École”…")
     for word in ("ÉCOLE", ""):
-        places = sample.word_tokens(tok, text, word)
-        assert bytes(text[n] for n in places).decode() == "École"
+        for first in (0, 3):                                   # 3: in the middle of a letter
+            places = sample.word_tokens(tok, text[first:], word)
+            assert bytes(text[first:][n] for n in places).decode() == "École"
     grid, axes, gate_v = sample.look(model, tok, PROMPT, "memory")["gates"]
     gates = model.inspect(torch.tensor([ids]))["gates"][0]     # (L, T, H, M+1)
     assert_close(grid, gates[:, 5:11].mean((1, 2)))
