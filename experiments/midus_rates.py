@@ -62,8 +62,8 @@ def names_of(title):
 
 
 def points_of(rows, title):
-    """{seed: [(loss of the old text, loss of the new)]}, the untouched base's and each rate's, of the
-    seeds that have them all."""
+    """{seed: [(loss of the old text, loss of the new)]}, the untouched base's and each rate's, of
+    the seeds that have them all."""
     found = [rows[name] for name in names_of(title)]
     points = {}
     for seed in sorted(set.intersection(*map(set, found))):
