@@ -996,7 +996,8 @@ def _build(c, folder, asked):
     check_source(c.source)
     if c.clusters and c.embedder == "minilm":     # what cannot be loaded fails before hours of work
         from experiments import topics
-        topics.MiniLM({}, c.embedder_path)
+        with reading(c.embedder_path or c.embedder):
+            topics.MiniLM({}, c.embedder_path)
     partial = folder.with_name(folder.name + ".partial")
     old = folder.with_name(folder.name + ".old.partial")
     start = time.time()

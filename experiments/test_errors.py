@@ -344,7 +344,7 @@ data/val_000000.bin = b""  -  is not a token shard
 -  --memory=lave  has memory=move
 -  --model=lime  run cannot be used
 -  --vocab_size=300  has vocab_size=257
-run/ckpt.pt: c["data"]["eot"] = 0  -  init_from=run: data has another tokenizer; prepare it with
+run/ckpt.pt: c["data"]["vocab_size"] = 9  -  init_from=run: data has another tokenizer; prepare it with
 -  --init_from=bank  bank cannot be used
 -  --preset=d12  has n_layer=1
 run/ckpt.pt: c["model_config"]["new_knob"] = 1  -  new_knob
@@ -432,7 +432,7 @@ run/ckpt.pt: c["config"]["model"] = "gone"  -  there is no model_gone.py
 run/ckpt.pt: c["data"].update(tokenizer="bpe", folder="gone")  -
     needs the tokenizer.json of its data folder
 run/ckpt.pt: c["data"]["tokenizer"] = 3  -  run
-run/ckpt.pt: c["data"]["eot"] = 0  -  bytes is not the tokenizer of run
+run/ckpt.pt: c["data"]["vocab_size"] = 9  -  bytes is not the tokenizer of run
 run/ckpt.pt: c["data"] = {}  -  run
 run/ckpt.pt: del c["data"]  -  run
 run/ckpt.pt: del c["config"]  -  run
@@ -535,7 +535,7 @@ a.jsonl.gz = b""  --source=a.jsonl.gz  a.jsonl.gz holds no text
 a.jsonl = b'{"prompt": "x", "answer": "y"}\n[]\n'  --source=a.jsonl --clusters=2,2
     prompts and answers are not clustered
 a.jsonl = b"[]"  --source=a.jsonl --clusters=2,2 --embedder=minilm --embedder_path=empty
-    config.json
+    empty cannot be used
 a.parquet = b"no parquet"  --source=a.parquet  a.parquet or the next: parquet cannot be read
 data/meta.json = b"{"  --out=data  data/meta.json cannot be used
 data/meta.json: c["settings"] = []  --out=data  settings must be of type dict
