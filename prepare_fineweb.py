@@ -233,6 +233,7 @@ def lock(path, wait=False):
     Where another process has it: waits, or raises ConfigError.
     """
     path = Path(path)
+    need(path.is_dir() or path.suffix == ".lock", f"{path} is no folder: give its folder")
     file = open(path / ".lock" if path.is_dir() else path, "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -620,6 +620,7 @@ repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "override
 -  remove --out_dir=bank --nodes=best:1  has no such block
 -  remove --out_dir=bank --nodes=x  x is no node
 -  remove --out_dir=bank --nodes=,  no --nodes=
+-  remove --out_dir=bank/ckpt.pt --nodes=1:0  bank/ckpt.pt is no folder
 -  remove --out_dir=nowhere --nodes=1:0  no checkpoint nowhere
 -  remove --out_dir=run --nodes=1:0  run has no bank of topics
 -  read --out_dir=nowhere  no checkpoint nowhere
