@@ -13,8 +13,8 @@ the same time or on the same machine (section A.2). A job is an ordinary run:
                     --dataset=data/x --out_dir=out/generic
     python experiments/bank.py merge --jobs=out/job0,out/job1,out/generic --out_dir=out/all
 
-In the same way new text is added under a node, --init_from=out/all: a job moves the blocks of its
-subtree and leaves every other bit of the model as it is. And:
+A job may go on with the merged bank, --init_from=out/all: it moves the blocks of its subtree and
+leaves every other bit of the model as it is. And:
 
     python experiments/bank.py remove --out_dir=out/all --nodes=1:0,2:3    # level:node, ...
     python experiments/bank.py read --out_dir=out/all --prompt="..."
@@ -126,6 +126,13 @@ def blocks_of(ckpt):
     return blocks
 
 
+def learned(level, rows):
+    """What is 0 in a block before any training, of these rows of a level; the rest is random."""
+    new = torch.empty(2, rows.size(1))                         # one could have a 0 by chance
+    level.init(new, torch.Generator().manual_seed(0))
+    return rows[:, (new == 0).all(0)]
+
+
 def merge(jobs, out_dir, overwrite=False):
     """The jobs' checkpoints -> out_dir/ckpt.pt, each block with its moments from the job that has
     trained it."""
@@ -139,6 +146,9 @@ def merge(jobs, out_dir, overwrite=False):
     need(len(generic) == 1, f"{len(generic)} of the jobs have --generic=1: exactly one must")
     merged = ckpts.pop(generic[0])
     config = Config(**{**merged["model_config"], "generic": -1})
+    with torch.device("meta"):
+        bank = Model(config).bank
+    begun = blocks_of(load(generic[0]))                        # the merged ones will change
     blocks = blocks_of(merged)
     trained = {}                                               # {level: (n_l + 1,) bool}
     for level, rows in blocks.items():
@@ -156,6 +166,11 @@ def merge(jobs, out_dir, overwrite=False):
             moved = theirs["steps"] > 0
             finite = theirs["table"][moved].isfinite().all()
             need(finite, f"{folder} has blocks of level {level} that are not numbers")
+            still = ~moved & (begun[level]["steps"] == 0)
+            start = learned(bank[str(level)], begun[level]["table"][still])
+            their_start = learned(bank[str(level)], theirs["table"][still])
+            same = torch.equal(start, their_start)
+            need(same, f"{folder} started from another bank than {generic[0]}")
             twice = moved & trained[level]
             need(not twice.any(), f"{folder} has trained blocks of level {level} that another job "
                  "has, too: give each job a subtree of its own, and --generic=0")

@@ -66,6 +66,14 @@ def test_a_job_trains_its_own_blocks_and_merge_takes_them_with_their_moments(job
     assert load_ckpt(runs / "bank")["model_config"]["generic"] == -1
 
 
+def test_jobs_may_differ_in_the_seed_of_what_they_do_not_train(runs, tmp_path):
+    train(*POST, "--memory=ffn --ranks=4,2 --frozen=True --generic=0 --seed=5 --max_iters=8",
+          init_from=runs / "anchor", dataset=runs / "tree-subtree1", out_dir=tmp_path / "job1")
+    jobs = f"{runs}/job0,{tmp_path}/job1,{runs}/generic"
+    bank.main(["merge", f"--jobs={jobs}", f"--out_dir={tmp_path}/bank"])
+    assert (tmp_path / "bank/ckpt.pt").exists()
+
+
 def test_adding_under_a_node_leaves_everything_else_bitwise_as_it_was(runs, tmp_path):
     train(*POST, "--frozen=True --generic=0 --learning_rate=0.01 --max_iters=5",
           init_from=runs / "bank", dataset=runs / "tree-subtree1", out_dir=tmp_path)

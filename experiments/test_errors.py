@@ -642,6 +642,8 @@ job1/ckpt.pt: c["model"]["blocks.0.attn.W_Q.weight"] *= 2
 job1/ckpt.pt: c["model"].pop("bank.2.table")  merge --jobs=job0,job1,generic --out_dir=new  job1
 job1/ckpt.pt: c["model"]["bank.2.table"][:] = nan  merge --jobs=job0,job1,generic --out_dir=new
     job1
+job1/ckpt.pt: c["model"]["bank.2.table"][0] += 1  merge --jobs=job0,job1,generic --out_dir=new
+    job1 started from another bank than generic
 tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 # experiments/tasks.py --samples=300 --val_samples=3 --tokenizer=bytes --text_chars=3000
     --out=new
