@@ -354,6 +354,11 @@ def stop(processes):
 
 
 def recorded(runs, rows):
+def is_finished(folder):
+    """Whether the run in this folder has come to its end, and its checkpoint is here."""
+    return all((ROOT / folder / name).exists() for name in ("ckpt.pt", "result.json"))
+
+
     """The folders of runs that have a row among the results, made here or elsewhere, and whose
     checkpoint no other one needs."""
     folders = {run.folder for run in runs if run.seed in rows[run.name]}
@@ -377,9 +382,9 @@ def run_all(runs, opt, metric, finished, known):
                 pending.remove(run)
                 if run.result() or run.folder in known:
                     print(f"  {run.name}, seed {run.seed}: finished earlier")
-                elif run.needs and not (ROOT / run.needs / "ckpt.pt").exists():
-                    print(f"  {run.name}, seed {run.seed}: needs {run.needs}/ckpt.pt, "
-                          "which is not there")
+                elif run.needs and not is_finished(run.needs):
+                    print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which is not "
+                          "finished: its ckpt.pt and result.json are not both there")
                     failed.append(run)
                 else:
                     running[run] = start(run, opt)

@@ -60,9 +60,9 @@ if args.get("init_from") == "resume":
 elif "init_from" in args:
     Path(args["init_from"]).read_text()                        # is there
 if args.get("fail") == "yes":
+(out / "ckpt.pt").write_text(json.dumps(args))
     print("step 1\\nthe gradients broke")
     sys.exit(3)
-(out / "ckpt.pt").write_text(json.dumps(args))
 if "waits" in args:
     try:
         Path("pid.txt").write_text(str(os.getpid()))
@@ -164,7 +164,8 @@ def finished(lab):
     """The experiment file of a table that was run in two parts."""
     (lab / "prepare_fineweb.py").write_text(PREPARE)
     (lab / "out/other-cpu/base/s0").mkdir(parents=True)
-    (lab / "out/other-cpu/base/s0/ckpt.pt").touch()
+    for name in ("ckpt.pt", "result.json"):
+        (lab / "out/other-cpu/base/s0" / name).touch()
     other = experiment(lab, 'baseline = "base"\nvariants = {"base": ({}, None)}')
     other.rename(lab / "experiments/other.py")
     path = experiment(lab, TOYS)
@@ -402,7 +403,8 @@ def test_a_failing_run_does_not_stop_the_others(jobs, lab, capsys):
     printed = capsys.readouterr().out
     assert "broken, seed 0: failed, code 3" in printed
     assert "step 1\n    the gradients broke" in printed
-    assert "needs out/toy_table-cpu/broken/s0/ckpt.pt, which is not there" in printed
+    assert (lab / "out/toy_table-cpu/broken/s0/ckpt.pt").exists()
+    assert "needs out/toy_table-cpu/broken/s0, which is not finished" in printed
     assert "\nNot run: broken; after.\n" in (lab / f"{RESULTS}.md").read_text()
     report = report_of(lab)
     assert report["standard > broken"][-1] == "not run"
