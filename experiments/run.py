@@ -478,11 +478,16 @@ def differences(column, rows, a, b):
 
 def value_at(row, column, fraction):
     """The column's value when this fraction of the run's steps was done, or None."""
-    curve = row.get("curve") or []
-    for at in curve:
-        if abs(at["step"] - fraction * curve[-1]["step"]) <= curve[-1]["step"] / 20:
-            return at.get(column)
-    return None
+    curve = row.get("curve")
+    if not curve:
+        return None
+    last = curve[-1]["step"]
+
+    def away(at):
+        return abs(at["step"] - fraction * last)
+
+    nearest = min(curve, key=away)
+    return nearest.get(column) if away(nearest) <= last / 20 else None
 
 
 def trend(column, rows, a, b):

@@ -445,6 +445,7 @@ def test_a_trend_is_taken_at_evaluations_near_the_quarters(steps, expected):
     flat = [{**point, "val_loss": 0.0} for point in curve]
     rows = {"A": {0: {"curve": curve}, 1: {"x": 5}}, "B": {0: {"curve": flat}, 2: {"x": 3}}}
     assert runner.trend("val_loss", rows, "A", "B") == expected
+0 85 100 190 200 400   +0.100, +0.200, +0.400
     rows["B"][1] = {"x": 2}
     assert runner.differences("x", rows, "A", "B") == [3], "of the seed that both have"
     rows["B"][0]["curve"] = []
