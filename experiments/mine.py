@@ -61,13 +61,13 @@ for title in titles:
 
 
 def places(rows):
-    """[(gain in bits per byte, time of a step in units of its baseline's, memory)], best first."""
+    """[(gain in bits per byte, time of a step in units of its baseline's, memory)], best first:
+    of those that ran on the machine of their baseline."""
     found = []
     for title, dense in baseline.items():
         gain = run.differences(metric, rows, dense, title)
-        if gain:
-            ratios = [rows[title][seed]["step_ms"] / rows[dense][seed]["step_ms"]
-                      for seed in rows[title].keys() & rows[dense].keys()]
+        ratios = run.step_times(rows, title, dense)
+        if gain and ratios:
             found.append((mean(gain), mean(ratios), title))
     return sorted(found, reverse=True)
 

@@ -131,14 +131,22 @@ def commit():
     return f"{name}-dirty" if changed else name
 
 
+def machine(device):
+    """The name of what computes."""
+    import torch
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    file = Path("/proc/cpuinfo")                                # Linux has it
+    model = re.search(r"model name\s*: (.+)", file.read_text() if file.exists() else "")
+    name = f"{device} {platform.machine()}"
+    return f"{name} {model[1]}" if model else name
+
+
 def origin(model, device):
     """What a result says of where it comes from: machine, torch, commit, sources."""
     import torch
-    machine = f"{device} {platform.machine()}"
-    if device.startswith("cuda"):
-        machine = torch.cuda.get_device_name()
-    return {"device": machine, "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "commit": commit(), "source_hash": source_hash(model)}
+    return {"device": machine(device), "threads": torch.get_num_threads(),
+            "torch": torch.__version__, "commit": commit(), "source_hash": source_hash(model)}
 
 
 # ---------------------------------------------------------------- the experiment file
@@ -501,6 +509,19 @@ def trend(column, rows, a, b):
                               value_at(rows[b][seed], column, fraction)))
         known = found and all(None not in both for both in found)
         cells.append(f"{mean(x - y for x, y in found):+.3f}" if known else "-")
+def step_times(rows, a, b):
+    """A's times of a step in units of B's, of the seeds that both have on the same machine."""
+    found = []
+    for seed, row in rows[a].items():
+        other = rows[b].get(seed)
+        if other is None:
+            continue
+        alike = all(row[key] == other[key] for key in ("device", "threads"))
+        if alike and row["step_ms"] and other["step_ms"]:       # without steps there is no time
+            found.append(row["step_ms"] / other["step_ms"])
+    return found
+
+
     return ", ".join(cells)
 
 
@@ -561,7 +582,7 @@ def variant_line(exp, scale, rows, name):
     title = name
     size = "-"
     flops = "-"
-    times = []
+    times = step_times(rows, name, base)
     now = source_hash(settings(exp, scale, name)["model"])
     for seed, row in mine.items():
         if now not in (row["source_hash"], *same_code(row["source_hash"])):
@@ -572,9 +593,6 @@ def variant_line(exp, scale, rows, name):
             continue
         total = row["params"]["total"]
         size = f"{total:,}" if name == base else f"{total - other['params']['total']:+,}"
-        alike = all(row[key] == other[key] for key in ("device", "threads"))
-        if alike and row["step_ms"] and other["step_ms"]:       # without steps there is no time
-            times.append(row["step_ms"] / other["step_ms"])
     return line([
         title, size, columns[0], text(gain, "+"), "-" if number is None else f"{number:.5g}",
         text(printed, "+"), *columns[1:], flops, f"{mean(times):.2f}x" if times else "-",

@@ -4,6 +4,7 @@ import json
 import lzma
 import math
 import os
+import platform
 import random
 import re
 import shutil
@@ -467,6 +468,16 @@ def test_source_hash_sees_code_alone(lab):
     prose = '''"""A module."""
 import math   # why
 class A:
+def test_a_cpu_has_its_name_where_the_system_tells(monkeypatch):
+    plain = f"cpu {platform.machine()}"
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert runner.machine("cpu") == plain
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    cores = "model\t\t: 17\nmodel name\t: Fast 9\nmodel name\t: Fast 9\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: cores)
+    assert runner.machine("cpu") == f"{plain} Fast 9"
+
+
     """A class."""
     def f(self, x):
         """A function."""
@@ -705,7 +716,7 @@ def test_my_own_model_has_the_rates_of_what_it_was_copied_from():
 
 
 def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
-    """Below MoVE, which gains 0.02, and above LIMe, which has no baseline yet."""
+    """Below MoVE, which gains 0.02; LIMe has no baseline yet, HierMem's is of another machine."""
     from experiments import mine
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     (tmp_path / "experiments/results").mkdir(parents=True)
@@ -713,9 +724,11 @@ def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
     for baseline in (mine.baseline, mine.study.baseline):
         monkeypatch.setitem(baseline, "mine", "mine dense")
     rows = {name: {} for name in mine.variants}
-    for name, (bpb, ms) in {**own, "MoVE dense": (2.1, 10), "MoVE": (2.08, 11)}.items():
-        rows[name] = {0: dict(val_bpb=bpb, step_ms=ms)}
-    rows["LIMe"] = {0: dict(val_bpb=1.0, step_ms=1)}
+    moves = {"MoVE dense": (2.1, 10), "MoVE": (2.08, 11)}
+    others = {"LIMe": (1.0, 1), "HierMem dense": (2.1, 1), "HierMem": (2.0, 1)}
+    for name, (bpb, ms) in {**own, **moves, **others}.items():
+        device = "cpu a" if name == "HierMem dense" else "cpu b"
+        rows[name] = {0: dict(val_bpb=bpb, step_ms=ms, device=device, threads=1)}
     mine.finish(rows, "cpu")
     said = capsys.readouterr().out.splitlines()
     assert said[1].split() == ["1", "+0.0200", "1.10x", "MoVE"]
