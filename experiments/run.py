@@ -175,6 +175,7 @@ def load_experiment(path, scale):
         exp.baseline = dict.fromkeys(exp.variants, exp.baseline)
     for names in (exp.claims, exp.also):
         need(isinstance(names, (list, tuple)), f"{path}: claims and also must be lists of names")
+    leave_out(exp, scale.partition("_")[0])
     bases = list(dict.fromkeys(exp.baseline.values()))
     exp.minus = bases[0] if len(bases) == 1 else "its baseline"
     check_names(exp, path)
@@ -184,6 +185,15 @@ def load_experiment(path, scale):
         model = settings(exp, scale, name)["model"]
         need((ROOT / f"model_{model}.py").exists(), f"{path}: there is no model_{model}.py")
     return exp
+
+
+def leave_out(exp, device):
+    """Without the variants that say cpu=None, or gpu=None, of this device, and claims on them."""
+    for name, variant in list(exp.variants.items()):
+        if variant.overrides.get(device, {}) is None:
+            del exp.variants[name]
+            exp.baseline.pop(name, None)
+            exp.claims = [claim for claim in exp.claims if name not in compared(claim)]
 
 
 def check_names(exp, path):
@@ -206,19 +216,26 @@ def check_names(exp, path):
              f"({', '.join(exp.variants)})")
 
 
+def compared(claim):
+    """The names in an "A > B > C"."""
+    chain = claim.rpartition(": ")[2]
+    return [name.strip() for name in chain.split(">")]
+
+
 def pairs(exp):
     """(A, B, column) of every "A > B"; the column is the metric, in "column: A > B" another."""
     found = []
     for claim in exp.claims:
-        column, _, chain = claim.rpartition(": ")
-        names = [name.strip() for name in chain.split(">")]
+        column = claim.rpartition(": ")[0]
+        names = compared(claim)
         found += [(a, b, column or exp.metric) for a, b in zip(names, names[1:])]
     return found
 
 
 def settings(exp, scale, name):
     """A variant's keys for train.py. cpu=dict(...) in its overrides is for scale cpu and those
-    whose names begin with cpu_; cpu_4M=dict(...), then, for that scale alone."""
+    whose names begin with cpu_; cpu_4M=dict(...), then, for that scale alone. gpu=None: it is not
+    run on a GPU."""
     overrides = dict(exp.variants[name].overrides)
     own = {key: overrides.pop(key) for key in list(overrides) if key[:3] in ("cpu", "gpu")}
     device = scale.partition("_")[0]

@@ -644,6 +644,10 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
 
     def results_of(file, scale):
         row = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS}
+    for scale, count in (("cpu_4M", 6), ("gpu", 0)):            # the times are a CPU's
+        exp = runner.load_experiment(ROOT / "experiments/which_memory.py", scale)
+        names = " ".join([*exp.variants, *exp.claims])
+        assert names.count(" longer") == 2 * count
         row |= dict(tokens={"cpu": 10, "cpu_4M": 40}[scale], device="cpu")
         found = {}
         for name, values in bpb.items():

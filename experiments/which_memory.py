@@ -4,9 +4,9 @@ baseline: same data, tokens and shape, paired seeds.
 The text has invented facts in it, each mentioned 1 to 100 times (experiments/tasks.py facts), and a
 run goes over it once, so that one run gives both the bits per byte and what was remembered. MIDUS
 and the post-hoc bank start from the trained baseline and are compared with going on with the
-baseline over the same text. "longer" is a baseline that has as much time as its memory: so many
-more steps (`times`), over the same text again. Scale cpu has 1M tokens, cpu_4M and cpu_16M have
-more. All train their matrices with Muon. On a CPU each variant has the best rates of
+baseline over the same text. "longer", on a CPU, is a baseline that has as much time as its memory:
+so many more steps (`times`), over the same text again. Scale cpu has 1M tokens, cpu_4M and cpu_16M
+have more. All train their matrices with Muon. On a CPU each variant has the best rates of
 which_rates.py, and where only its baseline's were swept, that one's; MoVE a tenth of its recipe's
 weight decay (no other's was swept) and from 3.9M tokens on a third of its bank's rate ("bank x1":
 the whole). A model of your own has its recipe's rates.
@@ -92,9 +92,9 @@ def keys_of(title, name):
 
 
 def longer(title):
-    """At each scale, the steps of a baseline that takes as much time as the memory."""
+    """At each scale of a CPU, the steps of a baseline that takes as much time as the memory."""
     return {scale: dict(max_iters=round(times[title] * keys["max_iters"]))
-            for scale, keys in lengths.items()}
+            for scale, keys in lengths.items() if scale != "gpu"}
 
 
 variants = {}
@@ -125,7 +125,7 @@ claims = [f"{baseline[title]} > {title}" for title in (*memories, "MoVE bank x1"
 for title in times:
     keys = variants[baseline[title]][0]
     scales = {scale: {**keys.get(scale, {}), **more} for scale, more in longer(title).items()}
-    variants[f"{baseline[title]} longer"] = ({**keys, **scales}, None)
+    variants[f"{baseline[title]} longer"] = ({**keys, **scales, "gpu": None}, None)
     claims.append(f"{baseline[title]} longer > {title}")
 
 
