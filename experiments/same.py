@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
 from experiments import run
-from prepare_fineweb import configure, find_dataset, guard, help_text, need
+from prepare_fineweb import configure, find_dataset, guard, help_text, load_meta, need
 
 commit = ""             # the older one
 dataset = ""            # data folder
@@ -52,15 +52,19 @@ def main(argv):
     need(not others, f"what is {others[:1]}?")
     c = {**_defaults, **overrides}
     need(c["commit"], "--commit= says which older code")
-    data = f"--dataset={find_dataset(c['dataset']).resolve()}"
+    data = find_dataset(c["dataset"]).resolve()
+    models = c["models"].split(",")
+    has_tree = "clusters" in load_meta(data)
+    need(has_tree or "hiermem" not in models, f"{data} has no tree, which hiermem fetches by: give "
+         "a --dataset= with one, or --models= without hiermem")
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         done = run.git("worktree", "add", "--detach", str(tree), c["commit"])
         need(done.returncode == 0, f"commit={c['commit']}: {done.stderr}")
         try:
             changed = 0
-            for model in c["models"].split(","):
-                changed += not compare(model, tree, data)
+            for model in models:
+                changed += not compare(model, tree, f"--dataset={data}")
         finally:
             run.git("worktree", "remove", "--force", str(tree))
     return int(changed > 0)

@@ -730,6 +730,8 @@ a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --out=text.js
 -  --model=mova  model=mova: there is no
 -  --depht=4  did you mean --depth=?
 -  --profile=x  --profile wants True or False
+# experiments/same.py
+-  --commit=HEAD --dataset=data  data has no tree, which hiermem fetches by
 # experiments/decode_time.py
 -  -  which run? --out_dir=out/move-d4
 -  --out_dir=nowhere  no checkpoint nowhere
