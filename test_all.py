@@ -3716,6 +3716,7 @@ def test_step_time_races_a_model_against_its_baseline(text_folder, capsys, monke
     assert re.search(r"dense +[\d.]+ ms a step, .* 1.000 of dense", text) and "Self CPU" in text
     step_time.main([*TINY, f"--dataset={text_folder}", "--rounds=1", "--eager=True"])
     assert re.search(r"eager +[\d.]+ ms a step, .* tok/s, 1.000 of eager", capsys.readouterr().out)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the first Ctrl-C counts"
     run = dict(model_config=model_move.Config.from_depth(1), module=model_move)
     flags = step_time.dense_flags(["--depth=1", "--memory=move", "--seed=3"], run)
     assert "--memory=none" in flags and "--seed=3" in flags and "--depth=1" not in flags

@@ -16,6 +16,7 @@ import contextlib
 import io
 import json
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -44,7 +45,10 @@ def trained(flags):
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         sys.argv = ["train.py", "--eval_tokens=1", "--sample_tokens=0", *flags,
                     f"--out_dir={folder}", "--max_iters=3"]
-        return runpy.run_path(str(ROOT / "train.py"), run_name="step_time")
+        run = runpy.run_path(str(ROOT / "train.py"), run_name="step_time")
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # train.py would end its own step
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return run
 
 
 def dense_flags(flags, run):
