@@ -30,6 +30,8 @@ def finish(rows, scale):
     """The validation loss over the steps, a panel a model."""
     from matplotlib.figure import Figure
     titles = [title for title in models if rows[f"{title} float32"]]
+    if not titles:
+        return
     figure = Figure(figsize=(3 * len(titles), 2.8), layout="constrained")
     panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
     for axes, title in zip(panels, titles):

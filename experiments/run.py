@@ -354,6 +354,11 @@ def next_run(pending, running):
     return None
 
 
+def is_finished(folder):
+    """Whether the run in this folder has come to its end, and its checkpoint is here."""
+    return all((ROOT / folder / name).exists() for name in ("ckpt.pt", "result.json"))
+
+
 def has_result(run, code, metric):
     """Whether a run that ended with this exit code has a result; prints it, or what went wrong."""
     value = run.result().get(metric)
@@ -379,11 +384,6 @@ def stop(processes):
 
 
 def recorded(runs, rows):
-def is_finished(folder):
-    """Whether the run in this folder has come to its end, and its checkpoint is here."""
-    return all((ROOT / folder / name).exists() for name in ("ckpt.pt", "result.json"))
-
-
     """The folders of runs that have a row among the results, made here or elsewhere, and whose
     checkpoint no other one needs."""
     folders = {run.folder for run in runs if run.seed in rows[run.name]}
@@ -480,13 +480,21 @@ def results_file(name, scale):
     return ROOT / "experiments" / "results" / f"{name}-{scale}.jsonl"
 
 
-def results_of(path, scale):
-    """{variant: {seed: row}} of what the experiment file has run with its present settings."""
+def rows_of(path, scale):
+    """{variant: {seed: row}} of what the experiment file has run with its present settings; {}:
+    nothing."""
     exp = load_experiment(path, scale)
     file = results_file(exp.name, scale)
     rows = collect(exp, Options(scale=scale), [], file) if file.exists() else {}
-    need(any(rows.values()), f"no results in {file.relative_to(ROOT)} yet: first "
-         f"python train.py experiments/{exp.name}.py --scale={scale}")
+    return rows if any(rows.values()) else {}
+
+
+def results_of(path, scale):
+    """rows_of() where there must be some."""
+    name = Path(path).stem
+    rows = rows_of(path, scale)
+    need(rows, f"no results in {results_file(name, scale).relative_to(ROOT)} yet: first "
+         f"python train.py experiments/{name}.py --scale={scale}")
     return rows
 
 
@@ -498,6 +506,19 @@ def differences(column, rows, a, b):
         other = rows[b].get(seed, {}).get(column)
         if mine is not None and other is not None:
             found.append(mine - other)
+    return found
+
+
+def step_times(rows, a, b):
+    """A's times of a step in units of B's, of the seeds that both have on the same machine."""
+    found = []
+    for seed, row in rows[a].items():
+        other = rows[b].get(seed)
+        if other is None:
+            continue
+        alike = all(row[key] == other[key] for key in ("device", "threads"))
+        if alike and row["step_ms"] and other["step_ms"]:       # without steps there is no time
+            found.append(row["step_ms"] / other["step_ms"])
     return found
 
 
@@ -526,19 +547,6 @@ def trend(column, rows, a, b):
                               value_at(rows[b][seed], column, fraction)))
         known = found and all(None not in both for both in found)
         cells.append(f"{mean(x - y for x, y in found):+.3f}" if known else "-")
-def step_times(rows, a, b):
-    """A's times of a step in units of B's, of the seeds that both have on the same machine."""
-    found = []
-    for seed, row in rows[a].items():
-        other = rows[b].get(seed)
-        if other is None:
-            continue
-        alike = all(row[key] == other[key] for key in ("device", "threads"))
-        if alike and row["step_ms"] and other["step_ms"]:       # without steps there is no time
-            found.append(row["step_ms"] / other["step_ms"])
-    return found
-
-
     return ", ".join(cells)
 
 

@@ -60,8 +60,8 @@ if args.get("init_from") == "resume":
     args |= json.loads((out / "ckpt.pt").read_text())
 elif "init_from" in args:
     Path(args["init_from"]).read_text()                        # is there
-if args.get("fail") == "yes":
 (out / "ckpt.pt").write_text(json.dumps(args))
+if args.get("fail") == "yes":
     print("step 1\\nthe gradients broke")
     sys.exit(3)
 if "waits" in args:
@@ -277,6 +277,11 @@ def test_the_table_and_its_picture(finished, lab, monkeypatch):
     assert bars[1] == (approx(-.2), None)
     assert (lab / f"{RESULTS}.md").read_text() == text
     assert (lab / f"{RESULTS}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(runner.rows_of(finished, "cpu")["standard"]) == 3
+    (lab / f"{RESULTS}.jsonl").write_text("")
+    assert runner.rows_of(finished, "cpu") == {}
+    with pytest.raises(ConfigError, match="no results in experiments/results/toy_table-cpu.jsonl"):
+        runner.results_of(finished, "cpu")
 
 
 def test_rows_of_older_sources_are_marked(finished, lab):
@@ -440,13 +445,13 @@ def test_the_noise_bound_is_students():
 0 100 200 300 400   +0.100, +0.200, +0.400
 0 400               -, -, +0.400
 0 70 195 400        -, +0.195, +0.400
+0 85 100 190 200 400   +0.100, +0.200, +0.400
 """))
 def test_a_trend_is_taken_at_evaluations_near_the_quarters(steps, expected):
     curve = [{"step": int(step), "val_loss": int(step) / 1000} for step in steps.split()]
     flat = [{**point, "val_loss": 0.0} for point in curve]
     rows = {"A": {0: {"curve": curve}, 1: {"x": 5}}, "B": {0: {"curve": flat}, 2: {"x": 3}}}
     assert runner.trend("val_loss", rows, "A", "B") == expected
-0 85 100 190 200 400   +0.100, +0.200, +0.400
     rows["B"][1] = {"x": 2}
     assert runner.differences("x", rows, "A", "B") == [3], "of the seed that both have"
     rows["B"][0]["curve"] = []
@@ -463,11 +468,6 @@ def test_cores_are_shared_by_the_runs_at_once(lab, monkeypatch):
     assert threads == [str(os.environ.get("OMP_NUM_THREADS")), "2", "1"]
 
 
-def test_source_hash_sees_code_alone(lab):
-    code = "import math\n\nclass A:\n    def f(self, x):\n        return math.sin(x) + 1\n"
-    prose = '''"""A module."""
-import math   # why
-class A:
 def test_a_cpu_has_its_name_where_the_system_tells(monkeypatch):
     plain = f"cpu {platform.machine()}"
     monkeypatch.setattr(Path, "exists", lambda path: False)
@@ -478,6 +478,11 @@ def test_a_cpu_has_its_name_where_the_system_tells(monkeypatch):
     assert runner.machine("cpu") == f"{plain} Fast 9"
 
 
+def test_source_hash_sees_code_alone(lab):
+    code = "import math\n\nclass A:\n    def f(self, x):\n        return math.sin(x) + 1\n"
+    prose = '''"""A module."""
+import math   # why
+class A:
     """A class."""
     def f(self, x):
         """A function."""
@@ -630,25 +635,28 @@ def test_exchange_rate_same_flops(scale, vocab_size):
     assert cost["L+2 same steps"] > cost["L+1 same steps"] > 1.1 * cost["MoVE x8"]
 
 
-COSTS = """{"machine": "toy", "ratios": {
-    "MoVE": {"step": 1.5, "decode": 0.5},
-    "MIDUS": {"step": 1.5, "decode": 0.5}}}"""
+COSTS = """{"ratios": {
+    "MoVE": {"step": 1.5, "step_on": "toy", "decode": 0.5, "decode_on": "toy 2"},
+    "MIDUS": {"step": 1.5, "step_on": "toy", "decode": 0.5, "decode_on": "toy 2"}}}"""
 
 
 def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monkeypatch):
     from experiments import which_memory
     keys = which_memory.variants["UltraMemV2 dense longer"][0]
     assert keys["cpu_4M"]["max_iters"] == round(960 * which_memory.times["UltraMemV2"])
-    bpb = dict.fromkeys(which_memory.variants, (2.0, 2.02))     # dense, and whoever is not below
-    bpb |= {"MoVE": (1.95, 1.98), "MoVE dense longer": (1.96, 1.97), "MIDUS": (1.9,)}
-
-    def results_of(file, scale):
-        row = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS}
     for scale, count in (("cpu_4M", 6), ("gpu", 0)):            # the times are a CPU's
         exp = runner.load_experiment(ROOT / "experiments/which_memory.py", scale)
         names = " ".join([*exp.variants, *exp.claims])
         assert names.count(" longer") == 2 * count
-        row |= dict(tokens={"cpu": 10, "cpu_4M": 40}[scale], device="cpu")
+    bpb = dict.fromkeys(which_memory.variants, (2.0, 2.02))     # dense, and whoever is not below
+    bpb |= {"MoVE": (1.95, 1.98), "MoVE dense longer": (1.96, 1.97), "MIDUS": (1.9,)}
+    bpb["LIMe"] = (2.0, 2.0, 2.0)                               # a seed more than its baseline
+    recalls = {f"recall_{m}": m / 200 for m in which_memory.MENTIONS}
+
+    def rows_of(file, scale):
+        if scale == "cpu_16M":
+            return {}
+        row = dict(recalls, tokens={"cpu": 10, "cpu_4M": 40}[scale], data_id=f"{scale} text")
         found = {}
         for name, values in bpb.items():
             row["params"] = {"total": 107 if name == "MoVE" else 100}
@@ -657,11 +665,9 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
         return found
 
     monkeypatch.setattr(runner, "ROOT", tmp_path)
-    monkeypatch.setattr(runner, "results_of", results_of)
+    monkeypatch.setattr(runner, "rows_of", rows_of)
     results = tmp_path / "experiments" / "results"
     results.mkdir(parents=True)
-    for scale in ("cpu", "cpu_4M"):
-        (results / f"which_memory-{scale}.jsonl").touch()
     (results / "which_memory-cpu-cost.json").write_text(COSTS)
     drawn = []
     errorbar = Axes.errorbar
@@ -671,7 +677,7 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
         return errorbar(axes, x, y, **style)
 
     monkeypatch.setattr(Axes, "errorbar", seen)
-    which_memory.finish(results_of("", "cpu"), "cpu")
+    which_memory.finish(rows_of("", "cpu"), "cpu")
     growth = [style["label"] for x, style in drawn if x == (10, 40)]
     assert growth[:2] == ["MoVE", "LIMe"]
     assert "MIDUS" not in growth, "one seed has no bound"
@@ -682,16 +688,33 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     step = which_memory.times["LIMe"]
     assert lime.startswith(f"| LIMe | +0 | {step:.2f}x | 1.50x | - |"), "no checkpoint to decode"
     assert midus.endswith("| +0.1000 | sign agrees (1 seed) | +0.1000 | sign agrees (1 seed) | 1 |")
-    heading, _, move, *_ = (results / "which_memory-cpu-growth.md").read_text().splitlines()
+    assert ("Times are by turns: of a step, toy; one core of an AMD EPYC (step_time.py); of "
+            "decoding, toy 2. Memory: peaks of the runs.") in lines
+    heading, _, move, *_, last = (results / "which_memory-cpu-growth.md").read_text().splitlines()
+    assert last.endswith(" data_id cpu text, cpu_4M text.")
     assert heading == "| gain in bits per byte | 10 | 40 | change | bound | as the text grows |"
     assert move.startswith("| MoVE | +0.0450 ± 0.0071 | +0.0450 ± 0.0071 | +0.0000 | 0.0446 |")
     for picture in ("cpu-gain", "cpu-recall", "cpu-growth"):
         assert (results / f"which_memory-{picture}.png").exists()
     bpb |= dict.fromkeys(("MoVE", "MoVE dense", "MoVE dense longer"), ())
-    which_memory.finish(results_of("", "cpu"), "cpu")
+    recalls.clear()                                             # a text without facts
+    which_memory.finish(rows_of("", "cpu"), "cpu")
+    assert "recall" not in (results / "which_memory-cpu-summary.md").read_text()
     lines = (results / "which_memory-cpu-growth.md").read_text().splitlines()
     assert lines[0] == heading
     assert lines[2] == "| MoVE | - | - | - | - | - |"
+
+
+def test_without_rows_there_are_no_costs_and_no_pictures(tmp_path, monkeypatch):
+    from experiments import bfloat16, which_memory
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "rows_of", lambda path, scale: {})
+    dense = {0: dict(val_bpb=2.0)}
+    nothing = dict.fromkeys(which_memory.variants, {})
+    which_memory.finish(nothing, "gpu")
+    which_memory.finish({**nothing, "MoVE dense": dense}, "gpu")
+    bfloat16.finish(dict.fromkeys(bfloat16.variants, {}), "gpu")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_gain_that_changes_with_length_has_a_bound():

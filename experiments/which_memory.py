@@ -12,8 +12,9 @@ weight decay (no other's was swept) and from 3.9M tokens on a third of its bank'
 the whole). A model of your own has its recipe's rates.
 
 A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
-that every machine has by mine.py. The costs are measured after the runs, on the same machine, which
-has to be quiet; the table and picture of all lengths, a CPU's and a GPU's apart, come last.
+that every machine has by mine.py. After the runs the times of decoding, and of a step where `times`
+has none, are measured on the machine at hand, which has to be quiet; the table and picture of all
+lengths, a CPU's and a GPU's apart, come last.
 """
 import json
 import re
@@ -69,7 +70,8 @@ tuned_4M = {                    # from 3.9M tokens on; who is not here keeps tho
     "HierMem dense": dict(learning_rate=15e-3),
     "HierMem": dict(learning_rate=15e-3, memory_lr=1 / 9),
 }
-times = {                       # a step of the memory on a CPU, its baseline's 1: step_time.py
+times_on = "one core of an AMD EPYC (step_time.py)"
+times = {                       # a step of the memory there, its baseline's 1: step_time.py
     "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 1.77, "HierMem": 1.10,
     "MIDUS": 1.02, "HierMem post-hoc": 0.76,
 }
@@ -172,22 +174,33 @@ def decode_ratio(title, scale, device):
 
 
 def costs(rows, scale, titles, ratios):
-    """Adds to the ratios those of the titles, in units of their baselines': the time of a training
-    step, and of decoding, for which both checkpoints must be here."""
+    """Adds to the ratios those of the titles, in units of their baselines', and where each was
+    measured: the time of a training step, and of decoding, for which both checkpoints must be
+    here."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = f"{run.machine(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     for title in titles:
         step = times.get(title) if device == "cpu" else None
-        decode = None
+        cost = dict(step=step, step_on=times_on, decode=None, decode_on=None)
         if has_checkpoints(title, scale):
             result = json.loads((folder_of(title, scale) / "result.json").read_text())
             keys = dict(rows[title][0]["overrides"], dataset=result["config"]["dataset"])
-            step = step or step_ratio(title, scale, keys)
-            decode = decode_ratio(title, scale, device)
-        if step:
-            ratios[title] = dict(step=step, decode=decode)
-            print(title, ratios[title], flush=True)
-    machine = f"{first_row(rows)['device']}, {torch.get_num_threads()} threads"
-    return {"machine": f"{machine}, torch {torch.__version__}", "ratios": ratios}
+            if not step:
+                cost.update(step=step_ratio(title, scale, keys), step_on=here)
+            cost.update(decode=decode_ratio(title, scale, device), decode_on=here)
+        if cost["step"]:
+            ratios[title] = cost
+            print(title, cost, flush=True)
+
+
+def places(measured, key):
+    """Where the costs of a table were measured."""
+    found = [cost[key] for cost in measured["ratios"].values() if cost[key]]
+    return "; ".join(dict.fromkeys(found)) or "-"
+
+
+def has_facts(rows):
+    return "recall_1" in first_row(rows)
 
 
 def first_row(rows):
@@ -216,12 +229,16 @@ def table(rows, measured):
         added = rows[title][0]["params"]["total"] - base[0]["params"]["total"]
         decode = f"{cost['decode']:.2f}x" if cost["decode"] else "-"
         memory = mean(row["peak_memory_mb"] / base[seed]["peak_memory_mb"]
-                      for seed, row in rows[title].items())
+                      for seed, row in rows[title].items() if seed in base)
         lines.append(run.line([
             title, f"{added:+,}", f"{cost['step']:.2f}x", f"{memory:.2f}x",
             decode, run.text([row[metric] for row in base.values()]),
             run.text(gain, "+"), run.verdict(gain), run.text(in_time, "+"), run.verdict(in_time),
             str(len(gain))]))
+    lines += ["", f"Times are by turns: of a step, {places(measured, 'step_on')}; of decoding, "
+                  f"{places(measured, 'decode_on')}. Memory: peaks of the runs."]
+    if not has_facts(rows):
+        return "\n".join(lines) + "\n"
     lines += ["", *run.heading(["recall by mentions", *map(str, MENTIONS)])]
     for title in measured["ratios"]:
         for name in (baseline[title], title):
@@ -229,7 +246,7 @@ def table(rows, measured):
             for m in MENTIONS:
                 recalled.append(run.text([row[f"recall_{m}"] for row in rows[name].values()]))
             lines.append(run.line([name, *recalled]))
-    lines += ["", f"Times: {measured['machine']}, by turns. Guessing recalls 0.125."]
+    lines += ["", "Guessing recalls 0.125."]
     return "\n".join(lines) + "\n"
 
 
@@ -242,7 +259,9 @@ def growth(found):
         gain = [gains(rows, title)[0] for rows in found.values()]
         cells = [run.text(d, "+") for d in gain]
         lines.append(run.line([title, *cells, *change([d for d in gain if len(d) > 1])]))
-    lines += ["", "Change: from the first length with two seeds to the last. Bound: one-sided 95%."]
+    texts = [first_row(rows)["data_id"] for rows in found.values()]
+    lines += ["", "Change: from the first length with two seeds to the last. Bound: one-sided 95%. "
+                  f"Each length has a text of its own: data_id {', '.join(texts)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -335,29 +354,42 @@ def draw_recall(rows, measured, file):
 def finish(rows, scale):
     """After the runs: what has no costs yet is measured, then this length's table and pictures,
     and those of all lengths."""
+    summarize(rows, scale)
+    compare_lengths(scale.partition("_")[0])
+
+
+def summarize(rows, scale):
     stem = run.ROOT / "experiments" / "results" / f"which_memory-{scale}"
     kind = scale.partition("_")[0]
     file = stem.with_name(f"which_memory-{kind}-cost.json")     # at any length
-    measured = json.loads(file.read_text()) if file.exists() else {"ratios": {}}
+    known = json.loads(file.read_text())["ratios"] if file.exists() else {}
     ready = [title for title in memories if 0 in rows[title] and 0 in rows[baseline[title]]]
-    known = measured["ratios"]
     missing = [title for title in ready if not known.get(title, {}).get("decode")]
     if missing:
-        measured = costs(rows, scale, missing, known)
-        file.write_text(json.dumps(measured, indent=1))
-    measured["ratios"] = {title: known[title] for title in ready if title in known}
+        costs(rows, scale, missing, known)
+        file.write_text(json.dumps({"ratios": known}, indent=1))
+    measured = {"ratios": {title: known[title] for title in ready if title in known}}
+    if not measured["ratios"]:
+        return print("no memory has a run beside its baseline's and a time: no table of costs")
     Path(f"{stem}-summary.md").write_text(table(rows, measured), encoding="utf-8")
     draw_gains(rows, measured, f"{stem}-gain.png")
-    draw_recall(rows, measured, f"{stem}-recall.png")
+    if has_facts(rows):
+        draw_recall(rows, measured, f"{stem}-recall.png")
+    print(table(rows, measured))
+
+
+def compare_lengths(kind):
     found = {}
-    for other in lengths:
-        if other.startswith(kind) and run.results_file(Path(__file__).stem, other).exists():
-            found[other] = run.results_of(__file__, other)
-    found = {other: rows for other, rows in found.items() if any(rows[title] for title in memories)}
+    for scale in lengths:
+        rows = run.rows_of(__file__, scale) if scale.startswith(kind) else {}
+        if any(rows.get(title) for title in memories):
+            found[scale] = rows
+    if not found:
+        return
     stem = run.ROOT / "experiments" / "results" / f"which_memory-{kind}-growth"
     Path(f"{stem}.md").write_text(growth(found), encoding="utf-8")
     draw_growth(found, f"{stem}.png")
-    print(table(rows, measured), growth(found), sep="\n")
+    print(growth(found))
 
 
 if __name__ == "__main__":
