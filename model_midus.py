@@ -483,12 +483,12 @@ class Model(nn.Module):
         return [block.memory for block in self.inserted]
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """The memories at the highest rate throughout and without decay (section E.2 says so of
-        keys and values; W_h and the other memories' matrices go with them here), the rest on the
-        schedule; nothing of what is frozen. Values start at 0, and Adam moves a row by about the
-        rate a step. No fan-in multiplies that, as it does a matrix's, and what a memory adds to may
-        be large: at equal rates it does less than a block. value_lr times the rate makes up for
-        it."""
+        """The memories without decay and, unless memory_schedule, at the highest rate throughout
+        (section E.2 says so of keys and values; W_h and the other memories' matrices go with them
+        here), the rest on the schedule; nothing of what is frozen. Values start at 0, and Adam
+        moves a row by about the rate a step. No fan-in multiplies that, as it does a matrix's, and
+        the stream it adds to may be large: at equal rates a memory does less than a block. value_lr
+        makes up for that."""
         values = []
         memories = []
         matrices = []

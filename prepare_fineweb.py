@@ -12,8 +12,8 @@ the shard has 1 at every token that is to be predicted: the answer's tokens and 
 document's opening eot is what ends an answer. With --block_size=N a document is a training window
 of its own: eot, prompt, answer, and eot up to N + 1 tokens, of which only the first is predicted.
 Held-out documents are chosen by the sha256 of their text, so that a text is on the same side in
-every run; where files named val, valid or validation (val-1.txt) lie beside others, they are held
-out instead.
+every run. Where files named val, valid or validation, with a number or more behind - _ . or without
+(val.txt, val-1.txt), lie beside others, these are held out instead.
 
 --clusters=8,8 cuts the documents into windows of --window=512 tokens, fits a tree to those of train
 (8 nodes, then 8 in each), and packs the windows of one leaf into sequences of block_size + 1
@@ -228,8 +228,9 @@ def run_file(path):
 
 def lock(path, wait=False):
     """
-    Locks a file, or a folder by the file .lock in it, for as long as the returned file is open. The
-    lock is the operating system's and ends with the process, however that ends; the file stays.
+    Locks a file NAME.lock, or a folder by the file .lock in it, for as long as the returned file is
+    open. The lock is the operating system's and ends with the process, however that ends; the file
+    stays.
     Where another process has it: waits, or raises ConfigError.
     """
     path = Path(path)
@@ -368,10 +369,11 @@ class JSONTokenizer(BytesTokenizer):
         self.eot = vocab[ends[0]]
         self.vocab_size = max(vocab.values()) + 1
         self.added = self.tokenizer.get_added_tokens_decoder()
-        decoder = str(self.tokenizer.decoder)     # of a Sequence: its parts too
-        self.byte_level = "ByteLevel(" in decoder
-        need(not re.search(r"(WordPiece|BPEDecoder|CTC)\(", decoder),
-             f"{path}: its tokens have no bytes of their own, the decoder {decoder[:60]} puts "
+        decoder = self.tokenizer.decoder
+        kinds = decoder.__getstate__().decode() if decoder else ""     # as JSON, with all parts
+        self.byte_level = '"ByteLevel"' in kinds
+        need(not re.search('"(WordPiece|BPEDecoder|CTC)"', kinds),
+             f"{path}: its tokens have no bytes of their own, the decoder {kinds[:60]} puts "
              "spaces between them: take another tokenizer")
         # ByteLevel leaves some bytes as they are; the others are the characters from U+0100 on.
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -1010,7 +1012,7 @@ def _build(c, folder, asked):
         file = partial / "meta.json"
         file.write_text(json.dumps(meta | {"settings": asked}, indent=1), encoding="utf-8")
         shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():     # whole until the new one is: a kill leaves one of them
+        if folder.exists():     # a kill between the two renames leaves it as NAME.old.partial
             os.rename(folder, old)
         os.rename(partial, folder)
         shutil.rmtree(old, ignore_errors=True)

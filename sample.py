@@ -196,30 +196,32 @@ def load_start(path, module, fields, dataset=None) -> dict:
 
 
 def check_tokens(path, data, dataset):
-    """What --init_from=PATH knows about its tokens must hold for those of the data folder. Names
-    and paths may differ, and so may a Hugging Face folder's special tokens."""
+    """The data folder must have the tokens that --init_from=PATH knows: equal vocabularies where
+    both have a file, else equal sizes. Names and paths may differ."""
     meta = load_meta(dataset)
     theirs = tokenizer_file(path, data)
     ours = Path(dataset, "tokenizer.json")
     known = {**meta, **data}
     if theirs and not data:
-        known["vocab_size"] = get_tokenizer(str(theirs)).vocab_size
+        known["vocab_size"] = 1 + max(vocabulary(theirs, added=True).values())
     if theirs and ours.is_file():
         same = vocabulary(theirs) == vocabulary(ours)
     else:
         same = known["vocab_size"] == meta["vocab_size"]
-    name = theirs or known["tokenizer"]
-    need(same, f"init_from={path}: {dataset} has another tokenizer; prepare it with "
-         f"--tokenizer={name}")
+    need(same, f"init_from={path}: {dataset} has another tokenizer; prepare it with that of "
+         f"{path}, {theirs or known['tokenizer']}")
 
 
-def vocabulary(file):
-    """{token: id} of a tokenizer.json, without special tokens."""
-    return get_tokenizer(str(file)).tokenizer.get_vocab(with_added_tokens=False)
+def vocabulary(file, added=False):
+    """{token: id} of a tokenizer.json, with or without what was added to its vocabulary."""
+    from tokenizers import Tokenizer
+    with reading(file):
+        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=added)
 
 
 def tokenizer_file(path, data):
-    """The tokenizer.json beside a checkpoint; without one and without a name the data folder's."""
+    """The tokenizer.json beside a checkpoint. If there is none, and the tokenizer is not gpt2 or
+    bytes, the data folder's."""
     name = "tokenizer.json"
     path = Path(path)
     if path.is_dir():
@@ -233,9 +235,12 @@ def tokenizer_file(path, data):
 
 
 def find_tokenizer(path, data):
-    """The checkpoint's, from its file or by its name."""
+    """The checkpoint's, by its name or from its file."""
     file = tokenizer_file(path, data)
     name = data["tokenizer"]
+    named = TOKENIZERS.get(name)
+    if named and named.vocab_size == data["vocab_size"]:        # else its folder has that name
+        return get_tokenizer(name)
     need(file or name in TOKENIZERS, f"{path} needs the tokenizer.json of its data folder "
          f"{data['folder']}, which has none: copy it beside the checkpoint")
     name = str(file or name)
@@ -355,12 +360,14 @@ def word_tokens(tok, ids, word=""):
     """Positions of the tokens that hold a byte of the last place where `word` (in any case; "" is
     any word) stands by itself."""
     pieces = [tok.token_bytes(i) for i in ids]
-    text = b"".join(pieces).decode(errors="surrogateescape")     # a context may begin in a letter
+    # A context may begin within the bytes of a letter.
+    text = b"".join(pieces).decode(errors="surrogateescape")
     wanted = re.escape(word) or r"\w+"
     found = list(re.finditer(rf"(?<!\w){wanted}(?!\w)", text, re.IGNORECASE))
     need(found, f"there is no {word!r} in the prompt" if word else "there is no word in the prompt")
-    start, end = found[-1].span()
-    first, last = (len(text[:n].encode(errors="surrogateescape")) for n in (start, end))
+    before = text[:found[-1].start()].encode(errors="surrogateescape")
+    first = len(before)
+    last = first + len(found[-1][0].encode(errors="surrogateescape"))
     ends = list(accumulate(map(len, pieces)))
     starts = [0, *ends]
     return [n for n, end in enumerate(ends) if end > first and starts[n] < last]

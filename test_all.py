@@ -3783,6 +3783,7 @@ def test_a_checkpoint_goes_with_its_own_tokenizer(text_folder, tmp_path):
     first, second = small_texts(), [text.upper() for text in small_texts()]
     bpe = dict(tokenizer="bpe", vocab_size=300)
     here = prepare_bytes(write_texts(tmp_path / "1.jsonl", first), tmp_path / "here", **bpe)
+    bpe["vocab_size"] = 290
     other = prepare_bytes(write_texts(tmp_path / "2.jsonl", second), tmp_path / "other", **bpe)
     alone, run = tmp_path / "bytes", tmp_path / "run"
     alone.mkdir()
@@ -3794,17 +3795,18 @@ def test_a_checkpoint_goes_with_its_own_tokenizer(text_folder, tmp_path):
     begin(dataset=here)
     sample.check_tokens(alone, {}, here)     # as a Hugging Face folder
     for wrong in (other, text_folder):
-        message = f"{wrong} has another tokenizer; prepare it with --tokenizer="
-        begin(dataset=wrong, expect=f"{message}{run}/tokenizer.json")
-        with pytest.raises(ConfigError, match=f"{message}{alone}/tokenizer.json"):
+        message = f"{wrong} has another tokenizer; prepare it with that of"
+        begin(dataset=wrong, expect=f"{message} {run}, {run}/tokenizer.json")
+        with pytest.raises(ConfigError, match=f"{message} {alone}, {alone}/tokenizer.json"):
             sample.check_tokens(alone, {}, wrong)
     assert sample.load_model(run, "cpu")[1].vocab_size == 300
-    train(*TINY, "--max_iters=1", dataset=text_folder, out_dir=run)
-    for name, size in (("previous-ckpt.pt", 300), ("ckpt.pt", 257)):
-        assert sample.load_model(run / name, "cpu")[1].vocab_size == size
-    shutil.copy(here / "tokenizer.json", run)
+    for size in (300, 257):                                    # the first run's file stays there
+        train(*TINY, "--max_iters=1", dataset=text_folder, out_dir=run)
+        for name, its_own in (("previous-ckpt.pt", size), ("ckpt.pt", 257)):
+            assert sample.load_model(run / name, "cpu")[1].vocab_size == its_own
+    shutil.copy(other / "tokenizer.json", tmp_path / "new")
     with pytest.raises(ConfigError, match="tokenizer.json is not the tokenizer of"):
-        sample.load_model(run, "cpu")
+        sample.load_model(tmp_path / "new", "cpu")
 
 
 def test_a_start_may_change_the_context_and_takes_that_of_a_tasks_rows(

@@ -126,7 +126,7 @@ def blocks_of(ckpt):
     return blocks
 
 
-def learned(level, rows):
+def zeros_at_start(level, rows):
     """What is 0 in a block before any training, of these rows of a level; the rest is random."""
     new = torch.empty(2, rows.size(1))                         # one could have a 0 by chance
     level.init(new, torch.Generator().manual_seed(0))
@@ -167,8 +167,8 @@ def merge(jobs, out_dir, overwrite=False):
             finite = theirs["table"][moved].isfinite().all()
             need(finite, f"{folder} has blocks of level {level} that are not numbers")
             still = ~moved & (begun[level]["steps"] == 0)
-            start = learned(bank[str(level)], begun[level]["table"][still])
-            their_start = learned(bank[str(level)], theirs["table"][still])
+            start = zeros_at_start(bank[str(level)], begun[level]["table"][still])
+            their_start = zeros_at_start(bank[str(level)], theirs["table"][still])
             same = torch.equal(start, their_start)
             need(same, f"{folder} started from another bank than {generic[0]}")
             twice = moved & trained[level]

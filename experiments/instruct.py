@@ -67,7 +67,10 @@ def main(argv):
     c, extra = options(argv, globals())
     need(c.source and not extra, "give --source=FILE, a file of instructions, and options only")
     records = [to_record(row, where) for row, where in read_records(Path(c.source))]
+    need(c.tokenizer != "bpe", "tokenizer=bpe: it must be the one that the model was trained with, "
+         "gpt2, bytes or its tokenizer.json")
     short = short_enough(records, get_tokenizer(c.tokenizer), c.block_size)
+    need(short or not records, f"block_size={c.block_size}: all records are longer")
     print(f"{len(short):,} of {len(records):,} records fit into {c.block_size} tokens")
     folder = Path(f"{c.out}_records")
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,11 @@ it and goes on with those of the humanities, society and business: new text of a
 in part, as FineWeb-Edu is to Llama. retention_loss is that of the old text, val_loss that of the
 new, both held out; unseen_loss is that of the Standard Ebooks, which nobody trains on. The paper's
 numbers are the log of WikiText's perplexities, nats a word. They stand beside the old text's loss,
-for Llama knows WikiText: untouched, which the paper does not print, it has a perplexity of 11.58
-(the model card of d-matrix/Llama-3.2-1B, same harness), less than after any method. Such a column
-asks who forgets least. blimp, in place of the paper's seven zero-shot tasks, is the share of
-BLiMP's minimal pairs of which the grammatical sentence is likelier; its sampling error is 0.006.
+because Llama knows WikiText: untouched it has a perplexity of 11.58 (the model card of
+d-matrix/Llama-3.2-1B, same harness; the paper does not print it), after every method it has more.
+So that column asks who forgets least. blimp, in place of the paper's seven zero-shot tasks, is the
+share of BLiMP's minimal pairs of which the grammatical sentence is likelier; its sampling error is
+0.006.
 
 All methods have one rate here, as in the paper; midus_rates.py has each at four, and says what
 "values 30x" is.

@@ -77,6 +77,9 @@ def finish(rows, scale):
     measured = {"ratios": {title: {"step": step} for _, step, title in found}}
     picture = run.ROOT / f"experiments/results/mine-{scale}-gain.png"
     study.draw_gains(rows, measured, picture)
+    for title, dense in baseline.items():
+        if run.differences(metric, rows, dense, title) and title not in measured["ratios"]:
+            print(f"{title} did not run on its baseline's machine: no place")
     print("place  gain in bpb  step time  memory")
     for place, (gain, step, title) in enumerate(found, 1):
         print(f"{place:5}  {gain:+11.4f}  {step:8.2f}x  {title}")

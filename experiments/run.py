@@ -188,12 +188,13 @@ def load_experiment(path, scale):
 
 
 def leave_out(exp, device):
-    """Without the variants that say cpu=None, or gpu=None, of this device, and claims on them."""
+    """Without the variants that say cpu=None, or gpu=None, of this device; pairs() knows them."""
+    exp.left_out = set()
     for name, variant in list(exp.variants.items()):
         if variant.overrides.get(device, {}) is None:
+            exp.left_out.add(name)
             del exp.variants[name]
             exp.baseline.pop(name, None)
-            exp.claims = [claim for claim in exp.claims if name not in compared(claim)]
 
 
 def check_names(exp, path):
@@ -216,19 +217,15 @@ def check_names(exp, path):
              f"({', '.join(exp.variants)})")
 
 
-def compared(claim):
-    """The names in an "A > B > C"."""
-    chain = claim.rpartition(": ")[2]
-    return [name.strip() for name in chain.split(">")]
-
-
 def pairs(exp):
     """(A, B, column) of every "A > B"; the column is the metric, in "column: A > B" another."""
     found = []
     for claim in exp.claims:
-        column = claim.rpartition(": ")[0]
-        names = compared(claim)
-        found += [(a, b, column or exp.metric) for a, b in zip(names, names[1:])]
+        column, _, chain = claim.rpartition(": ")
+        names = [name.strip() for name in chain.split(">")]
+        for a, b in zip(names, names[1:]):
+            if not exp.left_out & {a, b}:
+                found.append((a, b, column or exp.metric))
     return found
 
 

@@ -180,7 +180,8 @@ def costs(rows, scale, titles, ratios):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     here = f"{run.machine(device)}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     for title in titles:
-        step = times.get(title) if device == "cpu" else None
+        on_cpu = device == "cpu" and scale.startswith("cpu")
+        step = times.get(title) if on_cpu else None
         cost = dict(step=step, step_on=times_on, decode=None, decode_on=None)
         if has_checkpoints(title, scale):
             result = json.loads((folder_of(title, scale) / "result.json").read_text())
