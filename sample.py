@@ -196,8 +196,8 @@ def load_start(path, module, fields, dataset=None) -> dict:
 
 
 def check_tokens(path, data, dataset):
-    """The data folder must have the tokens that --init_from=PATH knows: equal vocabularies where
-    both have a file, else equal sizes. Names and paths may differ."""
+    """The data folder must have the tokens of the checkpoint or Hugging Face folder at PATH: equal
+    vocabularies where both have a file, else equal sizes. Names and paths may differ."""
     meta = load_meta(dataset)
     theirs = tokenizer_file(path, data)
     ours = Path(dataset, "tokenizer.json")
@@ -208,8 +208,8 @@ def check_tokens(path, data, dataset):
         same = vocabulary(theirs) == vocabulary(ours)
     else:
         same = known["vocab_size"] == meta["vocab_size"]
-    need(same, f"init_from={path}: {dataset} has another tokenizer; prepare it with that of "
-         f"{path}, {theirs or known['tokenizer']}")
+    need(same, f"{dataset} has another tokenizer than {path}: prepare it with that one, "
+         f"{theirs or known['tokenizer']}")
 
 
 def vocabulary(file, added=False):

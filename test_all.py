@@ -3795,9 +3795,9 @@ def test_a_checkpoint_goes_with_its_own_tokenizer(text_folder, tmp_path):
     begin(dataset=here)
     sample.check_tokens(alone, {}, here)     # as a Hugging Face folder
     for wrong in (other, text_folder):
-        message = f"{wrong} has another tokenizer; prepare it with that of"
-        begin(dataset=wrong, expect=f"{message} {run}, {run}/tokenizer.json")
-        with pytest.raises(ConfigError, match=f"{message} {alone}, {alone}/tokenizer.json"):
+        message = "{0} has another tokenizer than {1}: prepare it with that one, {1}/tokenizer.json"
+        begin(dataset=wrong, expect=message.format(wrong, run))
+        with pytest.raises(ConfigError, match=message.format(wrong, alone)):
             sample.check_tokens(alone, {}, wrong)
     assert sample.load_model(run, "cpu")[1].vocab_size == 300
     for size in (300, 257):                                    # the first run's file stays there

@@ -344,7 +344,7 @@ data/val_000000.bin = b""  -  is not a token shard
 -  --memory=lave  has memory=move
 -  --model=lime  run cannot be used
 -  --vocab_size=300  has vocab_size=257
-run/ckpt.pt: c["data"]["vocab_size"] = 9  -  init_from=run: data has another tokenizer
+run/ckpt.pt: c["data"]["vocab_size"] = 9  -  data has another tokenizer than run
 -  --init_from=bank  bank cannot be used
 -  --preset=d12  has n_layer=1
 run/ckpt.pt: c["model_config"]["new_knob"] = 1  -  new_knob
