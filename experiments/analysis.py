@@ -668,7 +668,8 @@ def draw_sizes(row, run, sizes, label):
     places = [layer for layer, new in enumerate(sizes["inserted"]) if new]
     row[0].bar(places, [added[layer] for layer in places], label="an inserted block")
     row[0].set(title=run, xlabel="block, from the bottom", ylabel=label, yscale="log")
-    row[0].legend()
+    row[0].set_ylim(top=10 * max(stream))                      # room for the legend
+    row[0].legend(loc="upper left")
 
 
 def draw_parts(row, run, parts, label):

@@ -100,10 +100,12 @@ def finish(rows, scale):
             if found:
                 kept = mean(row["retention_loss"] for row in found)
                 new = mean(row["val_loss"] for row in found)
-                axes.annotate(name, (kept, new), (4, 4), textcoords="offset points", fontsize=7)
+                rate = name.rpartition(" ")[2]                  # or "untouched"
+                axes.annotate(rate, (kept, new), (4, 4), textcoords="offset points", fontsize=7)
                 points.append((kept, new))
-        if points:
-            axes.plot(*zip(*points), "o-", markersize=4)
+        if len(points) > 1:
+            axes.plot(*zip(*points), "o-", markersize=4, label=title)
+    axes.legend()
     axes.set(xlabel="loss of the old text", ylabel="loss of the new text",
              title="down is learned, left is kept", xmargin=0.15)
     stem = Path(__file__).parent / "results" / f"midus_rates-{scale}-plane"

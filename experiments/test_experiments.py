@@ -784,7 +784,7 @@ def test_rates_of_midus_are_drawn_as_a_line_for_each_method(lines, tmp_path, mon
     monkeypatch.setattr(midus_rates, "__file__", str(tmp_path / "midus_rates.py"))
     (tmp_path / "results").mkdir()
     midus_rates.finish(rows, "cpu")
-    assert [[1, 6], [2, 5], [3, 4]] in lines
+    assert lines == [[[1, 6], [2, 5], [3, 4]]]
     assert (tmp_path / "results/midus_rates-cpu-plane.md").exists()
 
 
