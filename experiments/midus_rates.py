@@ -23,7 +23,8 @@ from statistics import mean
 import numpy as np
 
 from experiments import run
-from experiments.midus_table1 import after_base, cpu, gpu, methods, prepare, untouched
+from experiments.midus_table1 import (after_base, cpu, fast_values, gpu, methods, prepare,
+                                      untouched)
 
 model = "midus"
 metric = "unseen_loss"
@@ -34,9 +35,8 @@ gpu = dict(gpu, max_iters=48)
 RATES = (1.25e-4, 5e-4, 2e-3, 8e-3)
 PRICES = (0.05, 0.1, 0.2)       # nats of the old text
 curves = {title: dict(upscale=upscale) for title, (upscale, _) in methods.items()}
-faster = dict(upscale="midus", value_lr=30.0)
-curves["MIDUS-HML values 30x"] = faster
-curves["MIDUS-HML values 30x annealed"] = dict(faster, memory_schedule=True)
+curves["MIDUS-HML values 30x"] = fast_values
+curves["MIDUS-HML values 30x annealed"] = dict(fast_values, memory_schedule=True)
 cpt = dict(init_from="@midus_table1/base", phase="cpt")
 same = dict(cpt, upscale="base")
 variants = {

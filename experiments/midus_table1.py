@@ -46,6 +46,7 @@ after_base = dict(cpu=dict(skip_steps=6000), gpu=dict(skip_steps=768))
 untouched = dict(cpu=dict(max_iters=0), gpu=dict(max_iters=0))
 cpt = dict(init_from="@base", phase="cpt")
 two_rates = (5e-4, 2e-3)        # of every variant in midus_memories.py and midus_ablations.py
+fast_values = dict(upscale="midus", value_lr=30.0)
 methods = {                     # the name, its `upscale` and the paper's perplexity
     "MIDUS-HML": ("midus", 11.64),
     "OpT-DeUS": ("opt_deus", 11.72),
@@ -69,7 +70,7 @@ for name, (upscale, perplexity) in methods.items():
         claims += [f"{name} > MIDUS-HML", f"val_loss: {name} > MIDUS-HML",
                    f"unseen_loss: {name} > MIDUS-HML"]
 faster = "MIDUS-HML values 30x"
-variants[faster] = (dict(cpt, upscale="midus", value_lr=30.0), None)
+variants[faster] = (dict(cpt, **fast_values), None)
 baseline[faster] = "MIDUS-HML"
 for name in ("MIDUS-HML", "Llama Pro", "base continued"):
     claims += [f"{name} > {faster}", f"val_loss: {name} > {faster}",
