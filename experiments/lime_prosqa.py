@@ -1,11 +1,15 @@
 """LIMe, section 5.4.1: finetuned on ProsQA, chains of facts through a graph, LIMe answers more
-questions than LLaMA (77.8 and 69.4%; guessing gets half).
+questions than LLaMA (77.8 and 69.4%).
+
+Guessing gets half. But who only takes the option that is farther from the graph's roots gets 92%
+(93% of the published test): that is how the task is made.
 
 gpu: from lime_routers' models, which run first, with the paper's rate, batch of 128 and 10 epochs
-over 18,000 samples in rows of 589 tokens. cpu: from scratch, a token a word, 4 epochs. The paper's
-training set is not published: these samples are generated, and the figures are not comparable, the
-order is. `--dataset=` takes a folder made with `experiments/tasks.py prosqa
---val=prosqa_test.json.xz`, whose held-out questions are the published ones.
+over 18,000 samples in rows of 589 tokens. cpu: from scratch, a token a word, 4 epochs, also at
+three times the rate. The paper's training set is not published: these samples are generated, and
+the figures are not comparable, the order is. `--dataset=` takes a folder made with
+`experiments/tasks.py prosqa --val=prosqa_test.json.xz`, whose held-out questions are the published
+ones.
 """
 model = "lime"
 metric = "accuracy"
@@ -14,8 +18,8 @@ seeds = 3
 prepare = dict(
     cpu="experiments/tasks.py prosqa --samples=18000 --out=data/prosqa_words",
     gpu="experiments/tasks.py prosqa --samples=18000 --tokenizer=gpt2 --out=data/prosqa")
-cpu = dict(depth=4, n_embd=128, n_head=4, batch_size=32, batch_tokens=32 * 357, max_iters=2250,
-           eval_interval=281, eval_tokens=1000 * 357, optimizer="adamw", learning_rate=1e-3,
+cpu = dict(depth=4, n_embd=128, n_head=4, batch_size=32, batch_tokens=32 * 355, max_iters=2250,
+           eval_interval=282, eval_tokens=1000 * 355, optimizer="adamw", learning_rate=1e-3,
            schedule="wsd", warmup=0.1, warmdown=0.9, sample_tokens=0)
 gpu = dict(preset="150m", batch_size=16, batch_tokens=128 * 589, max_iters=1406, warmup=0.1,
            eval_interval=175, eval_tokens=1000 * 589, optimizer="adamw", learning_rate=1e-4,
@@ -23,5 +27,7 @@ gpu = dict(preset="150m", batch_size=16, batch_tokens=128 * 589, max_iters=1406,
 variants = {
     "LLaMA": (dict(dense=True, gpu=dict(init_from="@lime_routers/LLaMA")), .694),
     "LIMe": (dict(gpu=dict(init_from="@lime_routers/LIMe")), .778),
+    "LLaMA at 0.003": (dict(dense=True, learning_rate=3e-3, gpu=None), None, 1),
+    "LIMe at 0.003": (dict(learning_rate=3e-3, router_lr=10 / 3, gpu=None), None, 1),
 }
 claims = ["LIMe > LLaMA"]

@@ -561,7 +561,7 @@ def test_an_experiment_here_fits_its_models(path, scale):
         chosen = runner.settings(exp, scale, name)
         config = model_config(exp, scale, name)
         assert chosen.keys() <= keys | vars(config).keys(), name
-        row = {"cpu": 357, "gpu": 589}[scale] if path.stem == "lime_prosqa" else 256
+        row = {"cpu": 355, "gpu": 589}[scale] if path.stem == "lime_prosqa" else 256
         assert chosen["batch_tokens"] % chosen.get("block_size", row) == 0
         start = str(chosen.get("init_from", ""))
         if start.startswith("@"):                              # also of another experiment
@@ -621,18 +621,22 @@ def test_the_claims_file_is_up_to_date():
         warnings.warn(message)
 
 
-@parametrize("scale, vocab_size", [("cpu", 4096), ("gpu", 50257)])
-def test_exchange_rate_same_flops(scale, vocab_size):
-    exp = runner.load_experiment(ROOT / "experiments/move_exchange_rate.py", scale)
-    cost = {}
-    for name in exp.variants:
+def test_the_deeper_models_beside_move_are_as_wide_and_decay_alike():
+    exp = runner.load_experiment(ROOT / "experiments/move_table1.py", "cpu")
+    work, decay, width = {}, {}, set()
+    for name in ("standard", "MoVE x8 bank 1/16", "L+1", "L+2"):
         with torch.device("meta"):
-            net = model_move.Model(model_config(exp, scale, name, vocab_size))
-        steps = runner.settings(exp, scale, name)["max_iters"]
-        cost[name] = steps * net.flops_per_token()
-    for name in ("L+1 same FLOPs", "L+2 same FLOPs"):
-        assert cost[name] == approx(cost["MoVE x1"], rel=.005)
-    assert cost["L+2 same steps"] > cost["L+1 same steps"] > 1.1 * cost["MoVE x8"]
+            net = model_move.Model(model_config(exp, "cpu", name))
+        keys = {**model_move.RECIPE["muon"], **runner.settings(exp, "cpu", name)}
+        groups = net.param_groups("muon", keys["learning_rate"], keys["weight_decay"])
+        work[name] = net.flops_per_token()
+        decay[name] = max(group["weight_decay"] for group in groups)
+        width.add(net.config.n_embd)
+    assert len(width) == 1
+    assert decay["L+1"] == approx(decay["standard"]) == approx(decay["L+2"])
+    assert work["L+1"] == approx(1.19 * work["standard"], rel=.01)
+    assert work["L+2"] == approx(1.39 * work["standard"], rel=.01)
+    assert work["MoVE x8 bank 1/16"] < 1.01 * work["standard"]
 
 
 COSTS = """{"ratios": {
@@ -936,7 +940,7 @@ def test_answers_are_those_of_prompts_alone():
 
 def test_prosqa_is_a_graph_with_one_answer():
     rng = random.Random(0)
-    first = 0
+    first = shortcut = 0
     for _ in range(60):
         question = tasks.prosqa_sample(rng)
         *facts, asked = re.findall(r"[^.?]+[.?]", question["question"])
@@ -948,8 +952,12 @@ def test_prosqa_is_a_graph_with_one_answer():
         assert name in roots <= set(tasks.NAMES)
         assert len(set(edges)) == len(edges)
         assert not below & set(concepts), "both are leaves"
-        reached = networkx.single_source_shortest_path_length(networkx.DiGraph(edges), name)
+        lengths = [networkx.single_source_shortest_path_length(networkx.DiGraph(edges), root)
+                   for root in (name, *roots)]
+        reached = lengths[0]
         right = [concept in reached for concept in concepts]
+        far = [max(to.get(concept, 0) for to in lengths) for concept in concepts]
+        shortcut += 0.5 if far[0] == far[1] else right[far.index(max(far))]
         assert sorted(right) == [False, True], "one answer"
         target = concepts[right.index(True)]
         assert question["answer"] == f"{name} is a {target}."
@@ -962,6 +970,15 @@ def test_prosqa_is_a_graph_with_one_answer():
         assert at == target
         first += right[0]
     assert 15 < first < 45, "the place of an answer does not tell"
+    assert 0.85 < shortcut / 60 < 1, "its distance from the roots does, mostly"
+
+
+@slow
+def test_prosqas_rows_have_the_length_that_the_experiment_has(tmp_path):
+    exp = runner.load_experiment(ROOT / "experiments/lime_prosqa.py", "cpu")
+    _, *flags = exp.prepare["cpu"].split()
+    folder, _ = task_folder(tmp_path, *flags)
+    assert exp.cpu["batch_tokens"] == exp.cpu["batch_size"] * load_meta(folder)["block_size"]
 
 
 def test_prosqa_holds_out_the_published_questions(tmp_path):
