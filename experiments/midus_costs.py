@@ -29,7 +29,7 @@ from sample import pick_device
 # -------------------------------------------------------------------------- settings: --key=value
 depth = 8                     # blocks of the base; half as many are inserted
 n_embd = 256                  # width, in heads of 64
-n_keys = 64                   # row and column sub-keys of a head
+n_keys = 16                   # row and column sub-keys of a head
 batch = 2                     # sequences of a step
 block_size = 512              # tokens of a sequence
 prompt = 256                  # tokens
@@ -113,7 +113,7 @@ def count(model, optimizer, kept):
 
 def make_base():
     config = Config.from_depth(
-        depth, n_embd=n_embd, n_head=n_embd // 64, n_kv_head=-1, vocab_size=4096,
+        depth, n_embd=n_embd, n_head=n_embd // 64, n_kv_head=1, vocab_size=4096,
         block_size=block_size, n_keys=n_keys, **DENSE)
     with torch.device(device):
         base = Model(config)
