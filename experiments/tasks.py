@@ -70,7 +70,7 @@ val = ""                      # prosqa: a published .json or .json.xz to hold ou
 tokenizer = "words"           # prosqa: words | gpt2 | bytes | a tokenizer.json
 source = "fineweb_edu"        # facts, domains: fineweb_edu, or a file or folder with texts
 text_chars = 4_000_000        # facts: characters of training text among which they are mixed
-per_bucket = 48               # facts: things for each number of mentions, a multiple of 16
+per_bucket = "48"             # facts: things for each number of mentions, one or five multiples of 16
 clusters = ""                 # facts: 8,8: a tree of topics over everything, for model_hiermem.py
 prefix = ""                   # domains: of the `source` of the new domain's records
 unseen = ""                   # domains: of the third domain's; empty: there is none
@@ -363,6 +363,18 @@ def invented_words(rng):
             yield word
 
 
+def bucket_sizes(per_bucket):
+    """"48" or "480,240,160,96,48" -> {mentions: how many things}"""
+    parts = per_bucket.split(",")
+    if len(parts) == 1:
+        parts *= len(MENTIONS)
+    sizes = [int(part) if part.isdecimal() else 0 for part in parts]
+    need(len(sizes) == len(MENTIONS) and all(n > 0 and n % DOMAINS == 0 for n in sizes),
+         f"per_bucket={per_bucket}: must be a multiple of {DOMAINS}, the number of domains, or "
+         f"{len(MENTIONS)} of them, by commas")
+    return dict(zip(MENTIONS, sizes))
+
+
 def invented_facts(per_bucket, rng):
     """The things: dicts of domain, its words a, b, c, mentions, name, value and options."""
     words = invented_words(rng)
@@ -370,8 +382,8 @@ def invented_facts(per_bucket, rng):
     for domain in range(DOMAINS):
         own = dict(domain=domain, a=next(words), b=next(words).title(), c=next(words))
         own["options"] = rng.sample(MATERIALS, 8)
-        for mentions in MENTIONS:
-            for _ in range(per_bucket // DOMAINS):
+        for mentions, n_things in bucket_sizes(per_bucket).items():
+            for _ in range(n_things // DOMAINS):
                 name = next(words).title()
                 value = rng.choice(own["options"])
                 things.append(dict(own, mentions=mentions, name=name, value=value))
@@ -408,8 +420,7 @@ def read_texts(**settings):
 
 def facts(c, folder):
     """Records into folder -> settings for prepare()"""
-    need(c.per_bucket > 0 and c.per_bucket % DOMAINS == 0,
-         f"per_bucket={c.per_bucket}: must be a multiple of {DOMAINS}, the number of domains")
+    bucket_sizes(c.per_bucket)                                  # an error before hours of work
     rng = random.Random(c.seed)
     splits = {"train": [], "val": []}
     missing = {"train": c.text_chars, "val": max(200_000, c.text_chars // 10)}

@@ -670,6 +670,7 @@ tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 -  accuracy --out_dir=run  data is no task's data folder
 -  accuracy --out_dir=run --device=x  device=x: choose
 -  facts --per_bucket=20 --source=text.jsonl  per_bucket=20: must be a multiple of 16
+-  facts --per_bucket=32,16 --source=text.jsonl  per_bucket=32,16: must be a multiple of 16
 -  facts --source=nowhere  nowhere
 -  domains --source=text.jsonl  domain has too few
 -  domains --source=nowhere  nowhere

@@ -1,4 +1,5 @@
 """Tests of run.py, tasks.py, analysis.py and the tables; `python test_all.py` runs them too."""
+import collections
 import itertools
 import json
 import lzma
@@ -567,7 +568,8 @@ def test_an_experiment_here_fits_its_models(path, scale):
         if start.startswith("@"):                              # also of another experiment
             other, _, base_name = start[1:].rpartition("/")
             base = runner.load_experiment(path.with_stem(other or path.stem), scale)
-            assert base.prepare == exp.prepare or path.stem in ("lime_prosqa", "midus_sft")
+            others = ("lime_prosqa", "midus_sft", "hiermem_levels")     # same vocabulary
+            assert base.prepare == exp.prepare or path.stem in others
             dense = runner.settings(base, scale, base_name).get("dense")
             own = {"upscale", "dense", "memory"} & chosen.keys()
             assert own or not dense, f"{name}: the checkpoint's memory, none, is kept"
@@ -1119,6 +1121,16 @@ def test_facts_are_mentioned_as_often_as_their_bucket_says(facts_folder):
         assert len(about) == row["mentions"]
         assert {sentence.split()[-1] for sentence in about} == {answer.split()[-1]}
         assert not row["new"] or answer not in about
+
+
+def test_rare_facts_may_be_more_than_common_ones():
+    things = tasks.invented_facts("64,48,32,32,16", random.Random(0))
+    counts = collections.Counter(thing["mentions"] for thing in things)
+    assert counts == dict(zip(tasks.MENTIONS, (64, 48, 32, 32, 16)))
+    counts = collections.Counter((thing["domain"], thing["mentions"]) for thing in things)
+    assert counts[0, 1] == counts[15, 1] == 4
+    even = tasks.invented_facts("16", random.Random(0))
+    assert even == tasks.invented_facts("16,16,16,16,16", random.Random(0))
 
 
 def test_recall_is_by_mentions_and_by_form(facts_folder):
