@@ -573,7 +573,8 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """AdamW with weight decay on everything, norms and values too, as published; but lazy Adam
         (sparse_memory) decays nothing. The published rate is for widths from 768 on: narrower
-        models get 768/d times as much. Memory+'s values stay at 1e-3 (where value_lr is 1)."""
+        models get 768/d times as much. Memory+'s values keep one rate, as published: 1e-3 where all
+        else begins with 4e-4 (and value_lr is 1)."""
         c = self.config
         rest, sparse = [], []
         for name, p in self.named_parameters():
@@ -586,7 +587,7 @@ class Model(nn.Module):
             if c.sparse_memory:
                 values["kind"] = "sparse"
             if c.memory == "memory+":
-                values.update(lr=1e-3, schedule=False)
+                values.update(lr=2.5 * values["lr"], schedule=False)
             groups.append(values)
         return groups
 

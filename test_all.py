@@ -2298,8 +2298,10 @@ def test_ultramem_rates_grow_below_width_768_and_memory_plus_keeps_its_values_co
         wanted = dict(params=0, kind="adamw", lr=approx(3e-4 * more), weight_decay=0.1,
                       schedule=True)
         assert rest == wanted
-        wanted |= dict(lr=1e-3, schedule=False) if constant else {}
+        wanted |= dict(lr=approx(7.5e-4 * more), schedule=False) if constant else {}
         assert values == wanted | dict(boost=(4, 0.25))
+    if constant:                                               # as published
+        assert model.param_groups("adamw", 4e-4, 0.1)[1]["lr"] == approx(1e-3)
 
 
 ULTRAMEM_PAPER = {     # Table 10: total (billions), active (millions); ours, where they differ

@@ -1,5 +1,5 @@
-"""Hierarchical memories on a frozen anchor: what a block is (Figure 3's types, at equal size), and in
-which layers it stands (Table 9).
+"""Hierarchical memories on a frozen anchor: what a block is (Figure 3's types, at equal size), and
+in which layers it stands (Table 9).
 
 The paper's numbers are log perplexities of Wikipedia: Table 9's. It finds FFN memories best, and
 memories in all layers best. Its blocks are of level 2; so they are here on a GPU. On a CPU they are

@@ -5,7 +5,8 @@ has half of them: a leaf of the tree is read by one sequence in 64, on average. 
 bank learn together each has its rate, "A2 co-trained 0.0025 bank 0.005"; a frozen anchor has the
 bank's alone. "Whole" rows have all steps. What else a frozen anchor's bank may want: AdamW that
 moves all rows at every step, by momentum ("dense AdamW"); the whole fetch from level 1, whose
-blocks see eight times as much text. And the other kinds of hiermem_memories.py. First make that anchor:
+blocks see eight times as much text. And the other kinds of hiermem_memories.py. First make that
+anchor:
 `python train.py experiments/hiermem_table1.py --only="A1 anchor" --seeds=1`.
 """
 from experiments.hiermem_memories import KINDS, bank
