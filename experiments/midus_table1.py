@@ -58,10 +58,11 @@ methods = {                     # the name, its `upscale` and the paper's perple
     "base continued": ("base", 13.22),
     "SOLAR": ("solar", 13.41),
 }
+on_old = dict(cpt, upscale="base", dataset="@_old", learning_rate=5e-4, **after_base)
 variants = {
     "base": (base, None, 1),
     "base untouched": (dict(cpt, upscale="base", **untouched), None, 1),
-    "base on old": (dict(cpt, upscale="base", dataset="@_old", **after_base), None, 1),
+    "base on old": (on_old, None, 1),
 }
 claims = []
 for name, (upscale, perplexity) in methods.items():
