@@ -4,7 +4,8 @@ one is worth more.
 A tree of 2, 8 and 32 nodes (gpu: 4, 32, 256), memories of one level only, on hiermem_table1.py's
 anchor, frozen: `python train.py experiments/hiermem_table1.py --only="A1 anchor"` first. That has
 seen a third of the text before. With a generic share of 1/17 each of the 32 leaves sees at least
-200,000 of the 16M tokens, a node of level 1 8M (the paper's: 69B, and 2.2T for all of level 4).
+200,000 of the CPU's 16M tokens, each of the 2 nodes of level 1 8M. The paper's levels see 69B to
+2.2T in all.
 
 Being told one of n nodes is worth up to log(n)/256 nats a token: 0.003, 0.008 and 0.014. The paper
 fetches by the question. So `python experiments/analysis.py retrieval` gives the verdict: each

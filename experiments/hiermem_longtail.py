@@ -34,7 +34,8 @@ prepare = dict(
         "--per_bucket=3328,1664,832,208,48 --vocab_size=16384 --out=data/longtail_gpu")
 cpu = dict(depth=4, n_embd=128, batch_tokens=4096, max_iters=2000, eval_interval=500,
            eval_tokens=131072, sample_tokens=0, warmup=0.1)     # 8.2M tokens, one epoch
-gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, sample_tokens=0)
+gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, sample_tokens=0,
+           warmup=0.125)
 bank = dict(memory="ffn", generic=1 / 17, cpu=dict(ranks="24,64"), gpu=dict(ranks="128,320"))
 later = dict(init_from="@anchor", weight_decay=1e-3)            # A.2
 variants = {                                                    # a fetch of 9 to 10%

@@ -17,7 +17,7 @@ metric = "val_loss"
 baseline = "ffn"
 seeds = 3
 gpu = dict(preset="openlm_160m", block_size=1024, batch_tokens=131072, max_iters=1000,
-           eval_interval=125, clusters="16,16", ranks="0,80")
+           eval_interval=125, clusters="16,16", ranks="0,80", warmup=0.1)
 post = dict(init_from="@hiermem_table1/A1 anchor", frozen=True, weight_decay=1e-3)      # A.2
 KINDS = {                       # ranks: cpu, gpu; the rate on a CPU
     "ffn": ("80,0", "0,80", 1e-2),

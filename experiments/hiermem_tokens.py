@@ -5,9 +5,10 @@ Of one level of 64 nodes, on hiermem_table1.py's anchor, frozen or learning on: 
 experiments/hiermem_table1.py --only="A1 anchor"` first. A variant's name has its rank, and its
 tokens as a multiple of 8.2M (gpu: 131M); each is a whole schedule, with as many steps of warm-up.
 The bank has 2.75M numbers at rank 16 (gpu: 220M), five times as many at rank 80: at rank 16 0.7 to
-6 tokens for each, where the paper has 1 to 312. Beside "co-trained x1/2" and "x1" stand "A1
-continued" of hiermem_rates.py and hiermem_table1.py. `python experiments/analysis.py retrieval`
-then gives each run's loss with the generic memories: the gap of Figure 8, which is the verdict.
+6 tokens (gpu: 0.15 to 1.2) for each, where the paper has 1 to 312. Beside "co-trained x1/2" and
+"x1" stand "A1 continued" of hiermem_rates.py and hiermem_table1.py. `python experiments/analysis.py
+retrieval` then gives each run's loss with the generic memories: the gap of Figure 8, which is the
+verdict.
 """
 from experiments.hiermem_memories import cpu, gpu, post, prepare
 

@@ -2,8 +2,9 @@
 length: three of the base (3e-3, 6e-3, 1.2e-2) by two of the routers (3e-3, 1e-2).
 
 The warm-up is as long as the table's, not a quarter of it. LLaMA has one more base rate, 2.4e-2,
-and LIMe two more of its routers. The mixing weights of DenseFormer and Hyper-Connections learn at
-the base rate, as published; with "average" nothing is learned.
+and LIMe two more of its routers. Rows about the routers' start and decay have LIMe's. The mixing
+weights of DenseFormer and Hyper-Connections learn at the base rate, as published; with "average"
+nothing is learned.
 """
 from experiments.lime_routers import cpu, gpu, prepare, start
 

@@ -53,6 +53,7 @@ variants = {
     "LLaMA at 0.003": (dict(dense=True, learning_rate=3e-3, gpu=None), None, 1),
     "LLaMA at 0.012": (dict(dense=True, learning_rate=12e-3, gpu=None), None, 1),
     "LIMe at 0.003": (dict(learning_rate=3e-3, router_lr=10 / 3, gpu=None), None, 1),
+    "LIMe at 0.012": (dict(learning_rate=12e-3, router_lr=10 / 12, gpu=None), None, 1),
     "LIMe published start": (start, None),
     "LLaMA published start": (dict(start, dense=True), None),
     "LLaMA Muon": (dict(muon, dense=True, learning_rate=9e-3), None),

@@ -9,8 +9,8 @@ the old text. Its n = 16, 32, 64 are 8, 16, 32 here (gpu: 16, 32, 64). Where it 
 or one of 0.003 nats (LayerNorm), nothing is claimed: all should be small.
 
 At one rate memories of several heads that are summed move the stream faster than HML's, whose heads
-lie side by side, and who moves it less forgets less; "values 1/4" take that away: a quarter of the
-rate for four heads. With k 1 the chosen slot has the weight 1, and nothing teaches the choice:
+lie side by side, and who moves it less forgets less; "values 1/4" take that away on a CPU, where
+there are four heads. With k 1 the chosen slot has the weight 1, and nothing teaches the choice:
 queries and keys stay as they start.
 """
 from math import log

@@ -1,7 +1,7 @@
 """UltraMemV2, Table 3: the learning rate of each model, one seed, a quarter of the table's length.
 
-The first rate is the published one. All end at 4e-5, which is a tenth of that. Of UltraMemV2's
-variants only the values at 4 times the rate are swept.
+The first rate is the published one. All end at 4e-5, which is a tenth of that (Memory+'s values
+keep theirs). Few slots, the appendix's start and plain UltraMem have the rates of the rows here.
 """
 from experiments.ultramem_table3 import cpu, gpu, prepare
 from experiments.ultramem_table3 import variants as table3

@@ -8,16 +8,17 @@ as UltraMem. The dense model has the active parameters alone. PKM and PEER are n
 table. Its numbers are evaluation losses at 227M active of 1.2B after 500B tokens.
 
 The paper gives UltraMem and Memory+ 4 memory layers of 20, V2 one in each of 20. So here, on a
-CPU, Memory+ and PKM have one of 4 layers and UltraMem reads in one and adds in the next: with more,
-equal work would cost them half of their FFN, where the paper's lose a tenth or less.
+CPU, Memory+ and PKM have one of 4 layers and UltraMem reads in one and adds in the next: in all
+layers equal work would cost Memory+ half of its FFN and UltraMem two fifths, where the paper's lose
+an eighth at most.
 
 Values learn at the others' rate, as the paper advises in the end (4.2.9); the commands published
 with these rows begin with four times that, for UltraMem and for V2: "values 4x", which so have the
 paper's numbers. (V2's also shares tables in a ring over half of the layers; Table 10's size is
 without.) Memory+'s values have 2.5 times the rate and keep it. "appendix" starts V2 by the
 appendix's equation instead of the published code, "as FFN" rows start as large as the FFN (OLMoE's
-eight gates do not sum to 1 and start 26 times smaller). "few slots" reads each slot about 20 times
-a step; the paper has 777, V2 here 6. That the appendix's start and few slots are worse is our
+eight gates do not sum to 1 and start 26 times smaller). "few slots" reads each slot 24 times a step
+on a CPU; the paper has 777, V2 here 6. That the appendix's start and few slots are worse is our
 guess, not a claim of the paper.
 
 The published warm-up is 2% of a run; of 1,000 steps that is too few, so here it is 100. The
