@@ -2,14 +2,14 @@
 topic trains.
 
 Invented facts, the more of them the rarer they are said (experiments/tasks.py facts; the answer is
-one of 8), in text that a run sees once. Simulated with chance alone, three seeds find a gain of 2.5
-points in what is said once nine times in ten. Three models from scratch: the plain anchor, a plain
-model as large as anchor and fetched memories are at run time (a wider FFN), the anchor with a bank.
-And as in the paper, whose figure shows rows A2, B2 and C2, a trained anchor that goes on with a
-bank, beside one that goes on without: these two have seen every mention twice. Generic blocks take
-1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be 1 of 3. At
-scale cpu the first level of the tree is to part the facts from the prose, and the second has a leaf
-for each of their 16 domains.
+one of 8), in text that a run sees once. If chance alone decides, three seeds find a gain of 2.5
+points among the facts said once in nine cases of ten. Three models from scratch: the plain anchor,
+a plain model as large as anchor and fetched memories are at run time (a wider FFN), the anchor with
+a bank. And as in the paper, whose figure shows rows A2, B2 and C2, a trained anchor that goes on
+with a bank, beside one that goes on without: these two have seen every mention twice. Generic
+blocks take 1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be
+1 of 3. At scale cpu the first level of the tree is to part the facts from the prose, and the second
+has a leaf for each of their 16 domains.
 
 `python experiments/hiermem_longtail.py` then asks the models with a bank again, with the generic
 blocks and with none, which they were never trained for, reports how many prompts take their

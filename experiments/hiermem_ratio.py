@@ -25,8 +25,9 @@ for name, on_cpu, on_gpu, ranks, gpu_ranks in (
         ("5 layers", dict(depth=5), dict(n_layer=28), "210,63", "586,54"),
         ("4 layers", dict(depth=4), dict(n_layer=24), "457,55", "1139,35")):
     later = dict(on_cpu, ranks=ranks, skip_steps=2000)
-    later_gpu = on_gpu and dict(on_gpu, ranks=gpu_ranks, skip_steps=1000, learning_rate=1e-4,
-                                min_lr=1e-5)
+    later_gpu = None
+    if on_gpu:
+        later_gpu = dict(on_gpu, ranks=gpu_ranks, skip_steps=1000, learning_rate=1e-4, min_lr=1e-5)
     keys = dict(init_from=f"@{name}", weight_decay=1e-3, memory="ffn", gpu=later_gpu)
     frozen = dict(keys, frozen=True, cpu=dict(later, learning_rate=1e-2))
     both = dict(keys, cpu=dict(later, learning_rate=5e-3, memory_lr=2.0))

@@ -15,7 +15,9 @@ from experiments.hiermem_memories import cpu, gpu, post, prepare
 model = "hiermem"
 metric = "val_loss"
 seeds = 1
-steps = {"x1/4": (500, 250), "x1/2": (1000, 500), "x1": (2000, 1000), "x2": (4000, 2000)}   # gpu
+steps = {                       # cpu, gpu
+    "x1/4": (500, 250), "x1/2": (1000, 500), "x1": (2000, 1000), "x2": (4000, 2000),
+}
 co_trained = dict(post, frozen=False)
 kinds = {                       # keys, ranks, cpu's rates, lengths
     "rank 16": (post, "0,16", dict(learning_rate=1e-2), ("x1/4", "x1", "x2")),

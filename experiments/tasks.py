@@ -14,8 +14,8 @@ n - 1 operators; the example in LIMe's Appendix B has 7 operands. An answer is r
 
 ProsQA (Hao et al. 2024): does a chain of facts lead from a name to this concept or to that one? An
 answer is right if it ends in the right "### " sentence; guessing gets half, taking the option that
-is farther from the graph's roots 92%. Training data is generated; the held-out questions may be the
-published ones. No prompt is in both splits.
+is farther from the graph's roots nine of ten. Training data is generated; the held-out questions
+may be the published ones. No prompt is in both splits.
 
 Facts are invented and mixed into text: 16 domains with words of their own, in each as many things
 that the text mentions 1, 3, 10, 30 and 100 times ("The vorgath at Selmuri show that the nirith

@@ -625,7 +625,9 @@ def test_the_claims_file_is_up_to_date():
 
 def test_the_deeper_models_beside_move_are_as_wide_and_decay_alike():
     exp = runner.load_experiment(ROOT / "experiments/move_table1.py", "cpu")
-    work, decay, width = {}, {}, set()
+    work = {}
+    decay = {}
+    width = set()
     for name in ("standard", "MoVE x8 bank 1/16", "L+1", "L+2"):
         with torch.device("meta"):
             net = model_move.Model(model_config(exp, "cpu", name))
@@ -1133,6 +1135,17 @@ def test_rare_facts_may_be_more_than_common_ones():
     assert counts[0, 1] == counts[15, 1] == 4
     even = tasks.invented_facts("16", random.Random(0))
     assert even == tasks.invented_facts("16,16,16,16,16", random.Random(0))
+
+
+def test_the_long_tail_has_facts_enough():
+    """Three paired seeds and chance alone: is a gain of 2.5 points in the rarest bucket seen?"""
+    exp = runner.load_experiment(ROOT / "experiments/hiermem_longtail.py", "cpu")
+    n = tasks.bucket_sizes(re.search(r"--per_bucket=(\S+)", exp.prepare["cpu"])[1])[1]
+    rng = np.random.default_rng(0)
+    without, gains = (rng.binomial(n, p, (2000, 3)) / n for p in (.13, .155))
+    differences = gains - without
+    bounds = runner.T95[1] * differences.std(1, ddof=1) / 3 ** 0.5
+    assert (differences.mean(1) > bounds).mean() > 0.9
 
 
 def test_recall_is_by_mentions_and_by_form(facts_folder):

@@ -56,7 +56,7 @@ variants = {
     "half the slots": (half, None),
     "half the slots with 2m": (dict(top_k=64, **half), None),
     # Figure 13: values start at four times the rate, ahead early on; in the end all are equal.
-    "value lr 4x": (dict(value_lr=4.0), None),
+    "value lr 4x": (dict(value_lr=4.0), None, 1),
     # Figure 9: the balance loss helps where 1.0e-4 of the values are read and harms where 2.0e-4
     # are: 0.93e-4 and 1.9e-4 here. V2 itself reads 7.5e-4 (gpu: 2.5e-4), where it should harm.
     "fewest reads": (fewest, None),
