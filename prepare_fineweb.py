@@ -60,6 +60,7 @@ import traceback
 import urllib.request
 import warnings
 import zlib
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,6 +90,7 @@ _defaults = {
 # ------------------------------------------------------------------
 AT_LEAST = dict(vocab_size=257, max_tokens=1, block_size=1, shard_tokens=1, window=1, workers=1)
 HEADER = 256     # int32 values before a shard's tokens
+MOST_TOKENS = 2_000_000_000    # of a shard, whose header counts them in an int32
 FORMATS = {      # type of the tokens -> magic, version
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7),
@@ -122,7 +124,7 @@ def need(condition, message):
 
 EXPECTED = (     # what goes wrong on sound code
     ValueError, OSError, ImportError, MemoryError, EOFError, SyntaxError, KeyboardInterrupt,
-    lzma.LZMAError, zlib.error,
+    lzma.LZMAError, zlib.error, BrokenProcessPool,
 )
 EXPECTED_OF_TORCH = (     # which need not be imported
     "OutOfMemoryError", "allocate memory", "PytorchStreamReader", "PytorchStreamWriter",
@@ -134,6 +136,7 @@ WHAT_TO_DO = {
     "FileExistsError": "choose another name",
     "MemoryError": "not enough memory: choose a smaller model or batch",
     "OutOfMemoryError": "choose a smaller batch_size",
+    "BrokenProcessPool": "if memory was short, give fewer --workers=",
     errno.ENOSPC: "make room on that disk, or choose another",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another disk",
 }
@@ -930,7 +933,7 @@ def _write(c, folder):
     for count in ("documents", "bytes", "tokens"):
         meta[count] = {"train": 0, "val": 0}
     pending = {"train": [], "val": []}     # documents of the next shard
-    shard_tokens = math.inf if c.clusters else c.shard_tokens     # a tree is over the whole corpus
+    shard_tokens = MOST_TOKENS if c.clusters else c.shard_tokens     # a tree's text is one shard
     room = dict.fromkeys(pending, shard_tokens)     # tokens until the next shard is full
     topics = {"train": [], "val": []}      # of every document
     known_bytes = 0
@@ -947,6 +950,8 @@ def _write(c, folder):
             pending[split].append(arrays)
             room[split] -= len(arrays[0])
             if room[split] <= 0:
+                need(not c.clusters, f"clusters={c.clusters}: a tree's text may have "
+                     f"{MOST_TOKENS:,} tokens at most: --max_tokens= takes less of it")
                 _save_shard(folder, split, pending[split])
                 room[split] = shard_tokens
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
@@ -1035,6 +1040,8 @@ def _check_settings(c):
     need(all(factor.isdecimal() and int(factor) > 1 for factor in factors),
          f"clusters={c.clusters}: must be the factors of a tree, such as 8,8")
     need(c.embedder in ("hash", "minilm"), f"embedder={c.embedder}: must be hash or minilm")
+    need(c.shard_tokens <= MOST_TOKENS,
+         f"shard_tokens={c.shard_tokens}: must be {MOST_TOKENS} at most")
     need(c.val_fraction == -1 or 0 < c.val_fraction <= 1,
          f"val_fraction={c.val_fraction}: must be above 0, and 1 at most")
 

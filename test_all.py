@@ -264,6 +264,13 @@ def test_prompts_have_no_loss_answers_and_their_end_have(tmp_path):
         prepare_bytes(tmp_path / "tasks.jsonl", tmp_path / "new", clusters="2")
 
 
+def test_the_text_of_a_tree_is_one_shard_and_no_longer_than_one(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(pf, "MOST_TOKENS", 1000)
+    with pytest.raises(ConfigError, match="text may have 1,000 tokens at most: --max_tokens="):
+        prepare_bytes(corpus, tmp_path / "new", clusters="2", shard_tokens=1000)
+    assert not (tmp_path / "new").exists()
+
+
 def test_with_block_size_a_document_is_a_window_and_its_end_alone_is_predicted(tmp_path):
     records = [{"prompt": "ask", "answer": "a" * n} for n in range(9)]
     source = write_jsonl(tmp_path / "in" / "train.jsonl", records).parent
@@ -520,6 +527,19 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_whole(number, corp
     again = prepare_bytes(corpus, out, shard_tokens=2000)
     clean = prepare_bytes(corpus, tmp_path / "clean", shard_tokens=2000)
     assert data_id(again) == data_id(clean) and not partial.exists()
+
+
+def test_a_worker_that_is_killed_ends_a_preparation_in_one_line(corpus, tmp_path):
+    process = guarded(f"""
+import os, signal
+def killed(chunk):
+    os.kill(os.getpid(), signal.SIGKILL)
+pf._tokenize = killed
+pf.main(["--source={corpus}", "--tokenizer=bytes", "--out=data", "--workers=2"])
+""", tmp_path)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and error.count("\n") == 1 and "fewer --workers=" in error
+    assert not list(tmp_path.glob("data*"))
 
 
 def test_of_two_preparations_at_once_the_second_waits(corpus, tmp_path):

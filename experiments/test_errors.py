@@ -493,6 +493,7 @@ bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight 
 -  --block_size=-1  block_size=-1
 -  --block_size=3  block_size=3: a document has
 -  --shard_tokens=0  shard_tokens=0
+-  --shard_tokens=2000000001  shard_tokens=2000000001: must be 2000000000 at most
 -  --workers=0  workers=0
 -  --workers=-4  workers=-4
 -  --window=0 --clusters=2,2  window=0
