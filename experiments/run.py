@@ -27,10 +27,17 @@ from types import NoneType, SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from prepare_fineweb import configure, guard, help_text, need, reading, run_file
+from prepare_fineweb import ConfigError, configure, guard, help_text, naming, need, reading
+from prepare_fineweb import run_file
 
 # One-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
+CLAIMS_TITLE = """# Every claim and its verdict
+
+"A > B" says that A's metric is higher: of a loss, that B is better, and a positive difference is
+B's lead. [The verdicts](../README.md#how-to-read-a-table).
+
+"""
 CLAIM_HEAD = ["claim", "difference", "paper's", "trend: 1/4, 1/2, whole", "seeds", "verdict"]
 
 
@@ -59,6 +66,7 @@ class Run:
     folder: str                 # relative to ROOT
     flags: list                 # for train.py, without out_dir
     needs: str = ""             # folder of the run whose checkpoint it starts from
+    start: list = ()            # the settings of that run, of the one that it starts from, ...
 
     def result(self):
         file = ROOT / self.folder / "result.json"
@@ -247,7 +255,10 @@ def prepared_data(exp, opt):
         return opt.dataset
     folder = re.search(r"--out=(\S+)", prepare)
     need(folder, f"{exp.name}: `prepare` must say --out=data/NAME, a folder of its own")
-    if not (ROOT / folder[1] / "meta.json").is_file():
+    meta = ROOT / folder[1] / "meta.json"
+    known = json.loads(meta.read_text(encoding="utf-8")) if meta.is_file() else {}
+    last = "task" if "tasks.py" in prepare else "data_id"       # what is written last of all
+    if last not in known:
         command = prepare.split()
         if prepare.startswith("--"):
             command.insert(0, "prepare_fineweb.py")
@@ -260,15 +271,28 @@ def prepared_data(exp, opt):
 
 # ---------------------------------------------------------------- the runs
 
-def find_start(exp, opt, init_from, seed):
-    """The folder of the run that init_from="@VARIANT" or "@EXPERIMENT/VARIANT" names."""
+def find_start(exp, scale, init_from):
+    """The experiment and the variant that init_from="@VARIANT" or "@EXPERIMENT/VARIANT" names."""
     other, _, start = init_from[1:].rpartition("/")
     if other:
-        exp = load_experiment(ROOT / "experiments" / f"{other}.py", opt.scale)
-    for name, variant in exp.variants.items():
+        exp = load_experiment(ROOT / "experiments" / f"{other}.py", scale)
+    for name in exp.variants:
         if slug(name) == slug(start):
-            seed = min(seed, variant.seeds - 1)                 # a base may have fewer seeds
-    return f"{opt.out}/{exp.name}-{opt.scale}/{slug(start)}/s{seed}"
+            return exp, name
+    raise ConfigError(f"init_from={init_from}: {exp.name}.py has no variant of that name")
+
+
+def starts(exp, scale, name):
+    """What a variant starts from: the settings of its base, of that one's base, and so on."""
+    init_from = str(settings(exp, scale, name).get("init_from", ""))
+    if not init_from.startswith("@"):
+        return []
+    exp, base = find_start(exp, scale, init_from)
+    return [settings(exp, scale, base), *starts(exp, scale, base)]
+
+
+def folder_of(exp, opt, name, seed):
+    return f"{opt.out}/{exp.name}-{opt.scale}/{slug(name)}/s{seed}"
 
 
 def plan(exp, opt, dataset):
@@ -287,15 +311,17 @@ def plan(exp, opt, dataset):
             keys = settings(exp, opt.scale, name)
             needs = ""
             if str(keys.get("init_from", "")).startswith("@"):
-                needs = find_start(exp, opt, keys["init_from"], seed)
+                other, base = find_start(exp, opt.scale, keys["init_from"])
+                last = other.variants[base].seeds - 1           # a base may have fewer seeds
+                needs = folder_of(other, opt, base, min(seed, last))
                 keys["init_from"] = f"{needs}/ckpt.pt"
             own = keys.pop("dataset", "@").replace("@", dataset)    # "@": the experiment's folder
             keys["seed"] = seed
             if own:
                 keys["dataset"] = own
-            folder = f"{opt.out}/{exp.name}-{opt.scale}/{slug(name)}/s{seed}"
             flags = [f"--{key}={value}" for key, value in keys.items()]
-            runs.append(Run(name, seed, folder, flags, needs))
+            folder = folder_of(exp, opt, name, seed)
+            runs.append(Run(name, seed, folder, flags, needs, starts(exp, opt.scale, name)))
     return runs
 
 
@@ -304,10 +330,15 @@ def check_begun(run):
     memo = ROOT / run.folder / "flags.txt"
     begun = run.result() or (ROOT / run.folder / "ckpt.pt").exists()
     if begun and memo.exists():
-        flags = " ".join(run.flags)
-        need(memo.read_text() == flags, f"{run.folder} was begun with other settings:\n"
-             f"  {memo.read_text()}\nand is now to be\n  {flags}\n"
-             "Remove that folder, or keep it and give another --out=FOLDER.")
+        was = memo.read_text()
+        same = was in (memo_of(run), " ".join(run.flags))       # the base is not in older ones
+        need(same, f"{run.folder} was begun with other settings:\n  {was}\nand is now to be\n"
+             f"  {memo_of(run)}\nRemove that folder, or keep it and give another --out=FOLDER.")
+
+
+def memo_of(run):
+    """What decides a run: its flags, and the settings of what it starts from."""
+    return "\n".join([" ".join(run.flags), *map(json.dumps, run.start)])
 
 
 def end_with_parent():
@@ -320,7 +351,7 @@ def start(run, opt):
     """Start or resume the trainer of a run. Returns its process."""
     folder = ROOT / run.folder
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "flags.txt").write_text(" ".join(run.flags))
+    (folder / "flags.txt").write_text(memo_of(run))
     flags = list(run.flags)
     if (folder / "ckpt.pt").exists():                           # its own settings count
         model = run.flags[0]
@@ -394,17 +425,30 @@ def recorded(runs, rows):
 def run_all(runs, opt, metric, finished, known):
     """Run what is neither finished nor among the folders known, opt.jobs at once, calling
     finished() after each. -> the failed."""
-    pending = list(runs)
+    pending = []
     running = {}                                                # run -> process
     failed = []
+    for run in runs:
+        result = run.result()
+        if result and result.get(metric) is None:
+            print(f"  {run.name}, seed {run.seed}: {run.folder} has no {metric}; remove the folder")
+            failed.append(run)
+        elif result or run.folder in known:
+            print(f"  {run.name}, seed {run.seed}: finished earlier")
+        else:
+            pending.append(run)
+    if len(pending) > 1:
+        print(f"{len(pending)} runs to go")
+    began = time.time()
+    done = 0
     try:
         while pending or running:
             run = next_run(pending, running)
             if run and len(running) < opt.jobs:
                 pending.remove(run)
-                if run.result() or run.folder in known:
-                    print(f"  {run.name}, seed {run.seed}: finished earlier")
-                elif run.needs and not is_finished(run.needs):
+                if run.result():                                # made by another process meanwhile
+                    continue
+                if run.needs and not is_finished(run.needs):
                     print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which is not "
                           "finished: its ckpt.pt and result.json are not both there")
                     failed.append(run)
@@ -417,10 +461,16 @@ def run_all(runs, opt, metric, finished, known):
                 if code is None:
                     continue
                 del running[run]
-                if has_result(run, code, metric):
-                    finished()
-                else:
+                if not has_result(run, code, metric):
                     failed.append(run)
+                    continue
+                finished()
+                done += 1
+                half = len(running) / 2                         # the others are under way
+                hours = (time.time() - began) / 3600 / (done + half) * (len(pending) + half)
+                left = len(pending) + len(running)
+                if left:
+                    print(f"  {left} to go, about {hours:.1f} hours at this pace", flush=True)
     finally:
         stop(running.values())
     return failed
@@ -455,21 +505,37 @@ def check_data(rows, file, data_id):
 def collect(exp, opt, runs, file, data_id=""):
     """Bring the results file up to date. -> {variant: {seed: row}} of the present settings."""
     rows = read_rows(file)
+    known = current(exp, opt.scale, rows)
     for run in runs:
         result = run.result()
-        if result:
+        if result and run.seed not in known[run.name]:          # a base made again keeps its row
             for private in ("config", "model_config"):          # these may hold paths
                 result.pop(private, None)
             overrides = settings(exp, opt.scale, run.name)
-            rows[run.name, run.seed] = {"variant": run.name, **result, "overrides": overrides}
+            row = {"variant": run.name, **result, "overrides": overrides}
+            if run.start:
+                row["start"] = run.start
+            rows[run.name, run.seed] = row
     check_data(rows.values(), file, data_id)
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8")
+    new = file.with_suffix(".tmp")
+    lines = "".join(json.dumps(row) + "\n" for row in rows.values())
+    with naming(new):
+        new.write_text(lines, encoding="utf-8")
+        os.replace(new, file)                                   # on a full disk the old one stays
+    return current(exp, opt.scale, rows)
+
+
+def current(exp, scale, rows):
+    """{variant: {seed: row}} of the present settings, its own and those of what it starts from."""
     present = {name: {} for name in exp.variants}
+    bases = {name: starts(exp, scale, name) for name in present}
     for (name, seed), row in sorted(rows.items(), key=lambda item: item[0][1]):
-        if name in present and row["overrides"] == settings(exp, opt.scale, name):
-            if row.get(exp.metric) is not None:
-                present[name][seed] = row
+        if name not in present or row.get(exp.metric) is None:
+            continue
+        same_base = row.get("start", bases[name]) == bases[name]        # older rows have none
+        if same_base and row["overrides"] == settings(exp, scale, name):
+            present[name][seed] = row
     return present
 
 
@@ -675,20 +741,27 @@ def claims_table():
     for path in sorted(folder.glob("*.py")):
         if not re.search(r"^claims\b", path.read_text(encoding="utf-8"), re.M):
             continue
-        waiting = []
         reports = sorted((folder / "results").glob(f"{path.stem}-*.md"))
         for report in reports:
+            name = f"[{report.stem}]({report.name})"
+            waiting = []
             for cells in reported_claims(report):
                 if cells[-1] == "not run":
                     waiting.append(cells[0])
                 else:
-                    lines.append(line([f"[{report.stem}]({report.name})", *cells]))
+                    lines.append(line([name, *cells]))
+            lines += not_run(name, waiting)
         if not reports:
             exp = load_experiment(path, "gpu")
-            waiting = [claim_text(exp, *pair) for pair in pairs(exp)]
-        if waiting:
-            lines.append(line([path.stem, first_of(waiting, 4), "-", "-", "-", "0", "not run"]))
-    return "# Every claim and its verdict\n\n" + "\n".join(lines) + "\n"
+            lines += not_run(path.stem, [claim_text(exp, *pair) for pair in pairs(exp)])
+    return CLAIMS_TITLE + "\n".join(lines) + "\n"
+
+
+def not_run(name, claims):
+    """One line of the table for all of them."""
+    if not claims:
+        return []
+    return [line([name, first_of(claims, 4), "-", "-", "-", "0", "not run"])]
 
 
 def draw_losses(log, file):

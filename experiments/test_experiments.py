@@ -174,7 +174,8 @@ def finished(lab):
     waiting = "standard > Big x1; Big x1 > Big x2; train_loss: standard > Big x1"
     assert f"| toy_table | {waiting} | - | - | - | 0 | not run |" in runner.claims_table()
     assert runner.main(path, ["--seeds=1", "--only=Big x1"]) == 0
-    assert "| toy_table | Big x1 > Big x2 | - | - | - | 0 | not run |" in runner.claims_table()
+    of_report = "| [toy_table-cpu](toy_table-cpu.md) | Big x1 > Big x2 | - | - | - | 0 | not run |"
+    assert of_report in runner.claims_table()
     assert runner.main(path, []) == 0
     return path
 
@@ -238,7 +239,9 @@ def test_an_experiment_runs_seed_by_seed_and_goes_on(finished, lab, capsys):
     assert anew == calls(lab)[6]
     assert resumed == dict(model="toy", init_from="resume", run="big-x1/s1",
                            out_dir="out/toy_table-cpu/big-x1/s1")
-    assert "Big x1, seed 0: finished earlier" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Big x1, seed 0: finished earlier" in printed
+    assert "2 runs to go" in printed and "1 to go, about 0.0 hours at this pace" in printed
 
 
 def test_the_table_and_its_picture(finished, lab, monkeypatch):
@@ -353,6 +356,88 @@ def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab)
     assert not (lab / "out_b").exists()
 
 
+STARTED = '''
+    variants = {
+        "standard": (dict(score="1:1"), None),
+        "tuned": (dict(score="3:3", init_from="@standard"), None),
+    }
+'''
+
+
+def test_a_run_that_started_from_another_base_is_not_taken(lab):
+    path = experiment(lab, STARTED)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    path = experiment(lab, STARTED.replace("1:1", "2:2"))
+    runner.main(path, ["--table_only=True"])
+    assert "tuned" not in report_of(lab)
+    shutil.rmtree(lab / "out/toy_table-cpu/standard")
+    message = r"tuned/s0 was begun with other settings:\n.*\n.*1:1.*\n.*\n.*\n.*2:2"
+    with pytest.raises(ConfigError, match=message):
+        runner.main(path, ["--seeds=1"])
+    shutil.rmtree(lab / "out/toy_table-cpu/tuned")
+    assert runner.main(path, ["--seeds=1"]) == 0
+    assert runs_of(lab) == 2 * ["standard/s0", "tuned/s0"]
+    assert report_of(lab)["tuned"][3] == "+1.0000"
+
+
+def test_a_base_that_is_made_again_for_its_checkpoint_keeps_its_row(lab):
+    path = experiment(lab, STARTED)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    before = (lab / f"{RESULTS}.jsonl").read_text()
+    shutil.rmtree(lab / "out")                                  # another machine, say
+    (lab / "hash.txt").write_text("another")
+    more = '    variants["late"] = (dict(score="4:4", init_from="@standard"), None)\n'
+    path = experiment(lab, STARTED + more)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    assert runs_of(lab)[2:] == ["standard/s0", "late/s0"]
+    assert (lab / f"{RESULTS}.jsonl").read_text().startswith(before)
+
+
+def test_a_full_disk_leaves_the_results_that_there_are(finished, lab, monkeypatch):
+    before = (lab / f"{RESULTS}.jsonl").read_text()
+    monkeypatch.setattr(runner.os, "replace", Mock(side_effect=OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        runner.main(finished, ["--table_only=True"])
+    assert before and (lab / f"{RESULTS}.jsonl").read_text() == before
+
+
+def test_a_run_that_another_process_has_finished_meanwhile_is_left_alone(lab):
+    exp = runner.load_experiment(experiment(lab, STARTED.replace(', init_from="@standard"', "")),
+                                 "cpu")
+    first, second = runner.plan(exp, runner.Options(seeds=1), "")
+
+    def finish_the_other():
+        folder = lab / second.folder
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text('{"val_bpb": 3}')
+
+    failed = runner.run_all([first, second], runner.Options(), "val_bpb", finish_the_other, set())
+    assert failed == [] and runs_of(lab) == ["standard/s0"]
+
+
+def test_a_run_without_the_metric_fails_every_time(lab, capsys):
+    path = experiment(lab, STARTED)
+    folder = lab / "out/toy_table-cpu/standard/s0"
+    folder.mkdir(parents=True)
+    for name in ("ckpt.pt", "result.json"):
+        (folder / name).write_text('{"seed": 0, "data_id": "d0"}')
+    for _ in range(2):
+        assert runner.main(path, ["--seeds=1", "--only=standard"]) == 1
+        assert "standard/s0 has no val_bpb; remove the folder" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_not_yet_a_task_is_prepared(lab):
+    path = experiment(lab, 'prepare = "experiments/tasks.py facts --out=data/new"\n'
+                           + textwrap.dedent(STARTED))
+    (lab / "data/new").mkdir(parents=True)
+    (lab / "experiments/tasks.py").write_text("open('asked.txt', 'w')")
+    for meta, asked in (("{}", True), ('{"task": {}, "data_id": "d"}', False)):
+        (lab / "data/new/meta.json").write_text(meta)
+        runner.prepared_data(runner.load_experiment(path, "cpu"), runner.Options())
+        assert (lab / "asked.txt").exists() == asked
+        (lab / "asked.txt").unlink(missing_ok=True)
+
+
 WAITING = """
     variants = {{
         "standard": (dict(score="1:1", waits="{}"), None),
@@ -461,7 +546,7 @@ def test_a_trend_is_taken_at_evaluations_near_the_quarters(steps, expected):
 
 def test_cores_are_shared_by_the_runs_at_once(lab, monkeypatch):
     monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: range(7), raising=False)
-    path = experiment(lab, TOYS.replace("prepare", "unused"))
+    path = experiment(lab, STARTED)
     for jobs in (1, 3, 9):
         (lab / f"{RESULTS}.jsonl").unlink(missing_ok=True)
         runner.main(path, [f"--jobs={jobs}", f"--out=out{jobs}", "--only=standard", "--seeds=1"])
@@ -1221,7 +1306,7 @@ def test_instructions_become_prompts_and_answers(tmp_path):
     """By Alpaca's names, in an array, and by Dolly's, a record a line."""
     def records_of(source):
         instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data",
-                       "--block_size=80"])
+                       "--block_size=80", "--overwrite=True"])
         return read_jsonl(tmp_path / "data_records/train.jsonl")
 
     array = tmp_path / "array.json"
@@ -1229,6 +1314,7 @@ def test_instructions_become_prompts_and_answers(tmp_path):
     rows = [dict(instruction=f"Repeat {n}.", output=f"word {n}") for n in range(120)]
     rows[3]["input"] = "a word"
     rows += [dict(instruction="Long.", output="w" * n) for n in (41, 42)]       # after 38 tokens
+    rows.append(dict(instruction="Say nothing.", output=""))
     array.write_text(json.dumps(rows))
     text = "\n".join(map(json.dumps, rows))
     dolly = text.replace("output", "response").replace("input", "context")
