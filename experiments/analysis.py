@@ -727,8 +727,7 @@ def main(argv):
         model, tok, ckpt = sample.load_model(path, c.device)
         folder = find_dataset(c.dataset) if c.dataset else Path(ckpt["data"]["folder"])
         c.dataset = str(folder)                                 # the first run's, for all
-        need(load_meta(folder)["tokenizer"] == ckpt["data"]["tokenizer"], f"{path} was trained "
-             f"with another tokenizer than {folder}: --dataset= names a folder")
+        sample.check_tokens(path, ckpt["data"], folder)
         found[path] = analyse(model, tok, folder, c)
     file = Path(c.runs.split(",")[0], f"analysis_{name}.png")
     draw_rows(file, found, *picture)

@@ -8,8 +8,8 @@ instruction; records that are longer than block_size are left out.
 
 A source is a .jsonl (.gz, .xz) file of {"instruction", "input", "output"} (Alpaca) or
 {"instruction", "context", "response"} (Dolly), or a .json file with an array of them; "input" may
-be "" or absent. The tokenizer must be the one that the model was trained with. The records lie in
-OUT_records/train.jsonl.
+be "" or absent. A record with an empty answer is left out. The tokenizer must be the one that the
+model was trained with. The records lie in OUT_records/train.jsonl.
 """
 import json
 import sys
@@ -25,6 +25,7 @@ source = ""                   # the file, or a folder of them
 out = "data/sft"              # folder to write
 tokenizer = "gpt2"            # gpt2 | bytes | a tokenizer.json
 block_size = 256              # tokens of a window
+overwrite = False             # write anew what is there
 # ----------------------------------------------------------------
 
 
@@ -45,7 +46,7 @@ def to_record(row, where):
     """An instruction with its answer -> {"prompt", "answer"}, in Alpaca's layout."""
     need(isinstance(row, dict), f"{where}: a record must be an object, not {str(row)[:60]}")
     given = row.get("input") or row.get("context") or ""        # Alpaca's names, Dolly's names
-    answer = row.get("output") or row.get("response")
+    answer = row.get("output", row.get("response"))
     instruction = row.get("instruction")
     for value in (instruction, answer, given):
         need(isinstance(value, str), f"{where}: a record must have texts 'instruction' and "
@@ -66,7 +67,10 @@ def short_enough(records, tok, block_size):
 def main(argv):
     c, extra = options(argv, globals())
     need(c.source and not extra, "give --source=FILE, a file of instructions, and options only")
+    need(c.overwrite or not Path(c.out).exists(),
+         f"{c.out} is there already: --overwrite=True writes it anew, --out= elsewhere")
     records = [to_record(row, where) for row, where in read_records(Path(c.source))]
+    records = [record for record in records if record["answer"]]
     need(c.tokenizer != "bpe", "tokenizer=bpe: it must be the one that the model was trained with, "
          "gpt2, bytes or its tokenizer.json")
     short = short_enough(records, get_tokenizer(c.tokenizer), c.block_size)
@@ -75,7 +79,8 @@ def main(argv):
     folder = Path(f"{c.out}_records")
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "train.jsonl", short)
-    prepare(source=str(folder), tokenizer=c.tokenizer, out=c.out, block_size=c.block_size)
+    prepare(source=str(folder), tokenizer=c.tokenizer, out=c.out, block_size=c.block_size,
+            overwrite=True)
 
 
 if __name__ == "__main__":

@@ -704,7 +704,7 @@ def save_records(folder, splits):
 
 def write_task(name, c):
     """Records, and from them a data folder whose meta.json says what task it is, which makes
-    train.py measure the accuracy."""
+    train.py measure the accuracy. That is written last: a folder without it is not whole."""
     folder = Path(c.out or f"data/{name}")
     for key in ("samples", "val_samples"):
         need(getattr(c, key) >= 1, f"{key}={getattr(c, key)}: must be at least 1")
@@ -719,11 +719,11 @@ def write_task(name, c):
         return add_to_meta(folder, task=task)
     task["folders"] = domain_folders(c, folder)
     old = beside(folder, "old")
-    add_to_meta(folder, task=task, tokenizer=load_meta(old)["tokenizer"])   # called alike: the same
-    add_to_meta(old, task=task)
     if c.pairs:
         write_pairs(c, folder)
         write_pairs(c, old)
+    add_to_meta(old, task=task)
+    add_to_meta(folder, task=task, tokenizer=load_meta(old)["tokenizer"])   # called alike: the same
 
 
 def add_to_meta(folder, **keys):
@@ -787,9 +787,10 @@ def accuracy(model, data, tok, batch_size=256):
 
 
 def print_accuracy(c):
-    from sample import load_model
+    from sample import check_tokens, load_model
     model, tok, ckpt = load_model(c.out_dir, c.device)
     folder = find_dataset(c.dataset) if c.dataset else Path(ckpt["data"]["folder"])
+    check_tokens(c.out_dir, ckpt["data"], folder)
     meta = load_meta(folder)
     need("task" in meta, f"{folder} is no task's data folder: `python experiments/tasks.py "
          "arithmetic` makes one, --dataset= names another")

@@ -703,11 +703,12 @@ tree/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1  retrieval --runs=ba
 -  blimp --blimp=nowhere  nowhere has no determiner
 -  blimp  determiner
 -  importance --runs=run --dataset=nowhere  there is no data folder
--  entropy --dataset=own  was trained with another tokenizer
+-  entropy --dataset=own  own has another tokenizer than run
 # experiments/instruct.py --out=new --tokenizer=bytes
 -  -  give --source=FILE
 -  a b  give --source=FILE
 -  --source=nowhere  nowhere
+-  --source=text.jsonl --out=data  data is there already: --overwrite=True
 -  --source=nowhere.json  nowhere.json
 -  --source=dict.json  must be an array of records
 -  --source=text.jsonl  record 1: a record must have texts 'instruction'
