@@ -63,7 +63,8 @@ TRACKS = {
 FIXED = ("seed", "out_dir", "init_from", "skip_steps", "dry_run")    # beside the tracks' own
 GUIDE = """# Speedruns
 
-Train to the mark in the least time. Each record is one change to the last: read down, a lesson.
+Train to the mark in the least time. As a rule a record is one change to the one above: read down,
+a lesson.
 
 1. Fork, install, run `python train.py --model=move`: that makes the CPU track's text.
 2. Try an entry, flags of train.py:
@@ -105,7 +106,8 @@ def plan(opt, flags, data_id):
     or number of seeds have another folder."""
     track = TRACKS[opt["track"]]
     code = [runner.source_hash(name) for name in (model_of(flags), track.baseline["model"])]
-    same = repr([flags, track, code, data_id, opt["seeds"]])
+    beside = [(ROOT / file).read_text() for file in ("sample.py", "prepare_fineweb.py")]
+    same = repr([flags, track, code, beside, data_id, opt["seeds"]])
     name = hashlib.sha256(same.encode()).hexdigest()[:8]
 
     def a_run(side, seed, own):
@@ -193,6 +195,18 @@ def board_line(row):
         row["note"]])
 
 
+def baselines(records):
+    """What the baseline came to on each machine, and in how many seconds."""
+    found = []
+    for machine in dict.fromkeys(row["machine"] for row in records):
+        here = [row for row in records if row["machine"] == machine]
+        values = sorted({f"{row['baseline_value']:.4f}" for row in here})
+        spent = sorted(row["baseline_seconds"] for row in here)
+        ends = dict.fromkeys(f"{seconds:.0f}" for seconds in (spent[0], spent[-1]))
+        found.append(f"{', '.join(values)} after {' to '.join(ends)} seconds on {machine}")
+    return "; ".join(found)
+
+
 def board(rows):
     """Markdown: the guide, then each track with the records on each data folder."""
     lines = [GUIDE]
@@ -205,11 +219,7 @@ def board(rows):
         mine = [row for row in rows if row["track"] == name]
         for data_id in dict.fromkeys(row["data_id"] for row in mine):
             records = [row for row in mine if row["data_id"] == data_id]
-            beside = [row["baseline_seconds"] for row in records]
-            values = [row["baseline_value"] for row in records]
-            ends = ", ".join(sorted({f"{value:.4f}" for value in values}))
-            lines += [f"Data {data_id}; the baseline beside these: {ends} after "
-                      f"{min(beside):.0f} to {max(beside):.0f} seconds.", "",
+            lines += [f"Data {data_id}; the baseline beside these: {baselines(records)}.", "",
                       *runner.heading(HEAD), *map(board_line, records), ""]
         if not mine:
             lines += ["No record yet.", ""]

@@ -49,6 +49,8 @@ def track(lab, monkeypatch):
     """A track of stand-in runs, in a repository of its own; "data" is the text's id."""
     (lab / "train.py").write_text(STAND_IN)
     (lab / "experiments/results").mkdir()
+    for file in ("sample.py", "prepare_fineweb.py"):
+        (lab / file).touch()
     (lab / ".gitignore").write_text("text/\nout/\ncalls.jsonl\n")
     for command in GIT:
         subprocess.run(["git", *command.split()], check=True)
