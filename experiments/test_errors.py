@@ -542,6 +542,8 @@ data/meta.json = b"{"  --out=data  data/meta.json cannot be used
 data/meta.json: c["settings"] = []  --out=data  settings must be of type dict
 mine/tokenizer.json: c["added_tokens"] = []  --tokenizer=mine/tokenizer.json
     has no token that ends a text
+# train.py exp.py
+-  other.py  one experiment at a time, not also other.py
 # experiments/run.py
 -  nowhere.py  there is no experiment file nowhere.py
 -  dict.json  dict.json
