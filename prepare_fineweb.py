@@ -176,6 +176,8 @@ def one_line(error):
         text = f"{error.filename}: {error.strerror}"
     kind = type(error).__name__
     hint = WHAT_TO_DO.get(kind) or WHAT_TO_DO.get(getattr(error, "errno", None))
+    if hint:
+        text = text.rstrip(".")
     return "; ".join(part for part in (text, hint) if part) or kind
 
 
@@ -950,8 +952,8 @@ def _write(c, folder):
             pending[split].append(arrays)
             room[split] -= len(arrays[0])
             if room[split] <= 0:
-                need(not c.clusters, f"clusters={c.clusters}: a tree's text may have "
-                     f"{MOST_TOKENS:,} tokens at most: --max_tokens= takes less of it")
+                need(not c.clusters, f"clusters={c.clusters}: a tree's text must have fewer than "
+                     f"{MOST_TOKENS:,} tokens: --max_tokens= takes less of it")
                 _save_shard(folder, split, pending[split])
                 room[split] = shard_tokens
             if 0 < c.max_tokens <= meta["tokens"]["train"]:

@@ -266,7 +266,7 @@ def test_prompts_have_no_loss_answers_and_their_end_have(tmp_path):
 
 def test_the_text_of_a_tree_is_one_shard_and_no_longer_than_one(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(pf, "MOST_TOKENS", 1000)
-    with pytest.raises(ConfigError, match="text may have 1,000 tokens at most: --max_tokens="):
+    with pytest.raises(ConfigError, match="text must have fewer than 1,000 tokens: --max_tokens="):
         prepare_bytes(corpus, tmp_path / "new", clusters="2", shard_tokens=1000)
     assert not (tmp_path / "new").exists()
 

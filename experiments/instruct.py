@@ -46,7 +46,7 @@ def to_record(row, where):
     """An instruction with its answer -> {"prompt", "answer"}, in Alpaca's layout."""
     need(isinstance(row, dict), f"{where}: a record must be an object, not {str(row)[:60]}")
     given = row.get("input") or row.get("context") or ""        # Alpaca's names, Dolly's names
-    answer = row.get("output", row.get("response"))
+    answer = row.get("output") or row.get("response", row.get("output"))
     instruction = row.get("instruction")
     for value in (instruction, answer, given):
         need(isinstance(value, str), f"{where}: a record must have texts 'instruction' and "

@@ -256,12 +256,15 @@ def prepared_data(exp, opt):
     folder = re.search(r"--out=(\S+)", prepare)
     need(folder, f"{exp.name}: `prepare` must say --out=data/NAME, a folder of its own")
     meta = ROOT / folder[1] / "meta.json"
-    known = json.loads(meta.read_text(encoding="utf-8")) if meta.is_file() else {}
+    with reading(meta):
+        known = json.loads(meta.read_text(encoding="utf-8")) if meta.is_file() else {}
     last = "task" if "tasks.py" in prepare else "data_id"       # what is written last of all
     if last not in known:
         command = prepare.split()
         if prepare.startswith("--"):
             command.insert(0, "prepare_fineweb.py")
+        if known:                                               # it was broken off
+            command.append("--overwrite=True")
         print("$ python", *command, flush=True)
         code = subprocess.run([sys.executable, *command], cwd=ROOT).returncode
         need(code == 0, "the data could not be prepared (see above). Give the command after the $ "
@@ -513,16 +516,20 @@ def collect(exp, opt, runs, file, data_id=""):
                 result.pop(private, None)
             overrides = settings(exp, opt.scale, run.name)
             row = {"variant": run.name, **result, "overrides": overrides}
-            if run.start:
+            memo = ROOT / run.folder / "flags.txt"
+            if run.start and memo.exists() and memo.read_text() == memo_of(run):
                 row["start"] = run.start
             rows[run.name, run.seed] = row
     check_data(rows.values(), file, data_id)
     file.parent.mkdir(exist_ok=True)
-    new = file.with_suffix(".tmp")
     lines = "".join(json.dumps(row) + "\n" for row in rows.values())
-    with naming(new):
-        new.write_text(lines, encoding="utf-8")
-        os.replace(new, file)                                   # on a full disk the old one stays
+    new = file.with_name(f"{file.stem}.{os.getpid()}.tmp")
+    try:
+        with naming(new):
+            new.write_text(lines, encoding="utf-8")
+            os.replace(new, file)                               # on a full disk the old one stays
+    finally:
+        new.unlink(missing_ok=True)
     return current(exp, opt.scale, rows)
 
 
@@ -735,7 +742,7 @@ def reported_claims(report):
 
 
 def claims_table():
-    """Markdown: every claim as the reports have it; what has not run is one line an experiment."""
+    """Markdown: every claim as the reports have it; what has not run is one line a report."""
     folder = ROOT / "experiments"
     lines = heading(["experiment", *CLAIM_HEAD])
     for path in sorted(folder.glob("*.py")):

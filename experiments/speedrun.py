@@ -106,7 +106,8 @@ def plan(opt, flags, data_id):
     or number of seeds have another folder."""
     track = TRACKS[opt["track"]]
     code = [runner.source_hash(name) for name in (model_of(flags), track.baseline["model"])]
-    beside = [(ROOT / file).read_text() for file in ("sample.py", "prepare_fineweb.py")]
+    beside = [(ROOT / file).read_text(encoding="utf-8")
+              for file in ("sample.py", "prepare_fineweb.py")]
     same = repr([flags, track, code, beside, data_id, opt["seeds"]])
     name = hashlib.sha256(same.encode()).hexdigest()[:8]
 

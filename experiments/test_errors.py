@@ -542,8 +542,6 @@ data/meta.json = b"{"  --out=data  data/meta.json cannot be used
 data/meta.json: c["settings"] = []  --out=data  settings must be of type dict
 mine/tokenizer.json: c["added_tokens"] = []  --tokenizer=mine/tokenizer.json
     has no token that ends a text
-# train.py exp.py
--  other.py  one experiment at a time, not also other.py
 # experiments/run.py
 -  nowhere.py  there is no experiment file nowhere.py
 -  dict.json  dict.json
@@ -671,6 +669,7 @@ tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 -  accuracy --out_dir=nowhere  no checkpoint nowhere
 -  accuracy  no checkpoint
 -  accuracy --out_dir=run  data is no task's data folder
+-  accuracy --out_dir=run --dataset=own  own has another tokenizer than run
 -  accuracy --out_dir=run --device=x  device=x: choose
 -  facts --per_bucket=20 --source=text.jsonl  per_bucket=20: must be a multiple of 16
 -  facts --per_bucket=32,16 --source=text.jsonl  per_bucket=32,16: must be a multiple of 16

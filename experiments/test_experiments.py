@@ -393,12 +393,28 @@ def test_a_base_that_is_made_again_for_its_checkpoint_keeps_its_row(lab):
     assert (lab / f"{RESULTS}.jsonl").read_text().startswith(before)
 
 
+def test_runs_and_rows_of_before_bases_were_noted_are_taken(lab):
+    path = experiment(lab, STARTED)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    rows = lab / f"{RESULTS}.jsonl"
+    flags = lab / "out/toy_table-cpu/tuned/s0/flags.txt"
+    flags.write_text(flags.read_text().split("\n")[0])
+    rows.write_text(re.sub(r', "start": \[.*\]', "", rows.read_text()))
+    assert "start" not in rows.read_text()
+    assert runner.main(path, ["--seeds=1"]) == 0
+    assert "tuned" in report_of(lab) and len(calls(lab)) == 2
+    rows.unlink()
+    assert runner.main(path, ["--seeds=1"]) == 0               # its base is not known: not said
+    assert "tuned" in report_of(lab) and "start" not in rows.read_text()
+
+
 def test_a_full_disk_leaves_the_results_that_there_are(finished, lab, monkeypatch):
     before = (lab / f"{RESULTS}.jsonl").read_text()
     monkeypatch.setattr(runner.os, "replace", Mock(side_effect=OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         runner.main(finished, ["--table_only=True"])
     assert before and (lab / f"{RESULTS}.jsonl").read_text() == before
+    assert not list((lab / RESULTS).parent.glob("*.tmp"))
 
 
 def test_a_run_that_another_process_has_finished_meanwhile_is_left_alone(lab):
@@ -430,11 +446,13 @@ def test_a_folder_that_is_not_yet_a_task_is_prepared(lab):
     path = experiment(lab, 'prepare = "experiments/tasks.py facts --out=data/new"\n'
                            + textwrap.dedent(STARTED))
     (lab / "data/new").mkdir(parents=True)
-    (lab / "experiments/tasks.py").write_text("open('asked.txt', 'w')")
-    for meta, asked in (("{}", True), ('{"task": {}, "data_id": "d"}', False)):
+    asks = "import sys; open('asked.txt', 'w').write(sys.argv[-1])"
+    (lab / "experiments/tasks.py").write_text(asks)
+    for meta, asked in (('{"data_id": "d"}', True), ('{"task": {}, "data_id": "d"}', False)):
         (lab / "data/new/meta.json").write_text(meta)
         runner.prepared_data(runner.load_experiment(path, "cpu"), runner.Options())
         assert (lab / "asked.txt").exists() == asked
+        assert not asked or (lab / "asked.txt").read_text() == "--overwrite=True"
         (lab / "asked.txt").unlink(missing_ok=True)
 
 

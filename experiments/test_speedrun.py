@@ -99,6 +99,23 @@ def test_three_seeds_and_a_baseline_make_a_row(track, capsys):
                      "cpu x, float32, 2 threads", "more cowbell"]
 
 
+def test_baselines_stand_by_machine():
+    rows = [dict(machine="A", baseline_value=1.2, baseline_seconds=25),
+            dict(machine="B", baseline_value=1.3, baseline_seconds=9),
+            dict(machine="A", baseline_value=1.1, baseline_seconds=20)]
+    assert speedrun.baselines(rows) == ("1.1000, 1.2000 after 20 to 25 seconds on A; "
+                                        "1.3000 after 9 seconds on B")
+
+
+def test_all_code_that_a_run_depends_on_has_a_folder_of_its_own(track):
+    opt = dict(track="cpu", seeds=1, out="out")
+    folders = [speedrun.plan(opt, ["--model=toy"], "data")[0].folder]
+    for file in ("sample.py", "prepare_fineweb.py", "model_toy.py"):
+        (track / file).write_text("width = 3\n")
+        folders.append(speedrun.plan(opt, ["--model=toy"], "data")[0].folder)
+    assert len(set(folders)) == 4
+
+
 @parametrize("flags, why", [
     (["--score=1.2:1.4:1.31"], "missed the mark 1.3"),           # 1.3033
     (["--seeds=1"], "a try, three seeds make a row"),
