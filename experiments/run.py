@@ -66,7 +66,7 @@ class Run:
     folder: str                 # relative to ROOT
     flags: list                 # for train.py, without out_dir
     needs: str = ""             # folder of the run whose checkpoint it starts from
-    start: list = ()            # the settings of that run, of the one that it starts from, ...
+    start: tuple = ()           # the settings of that run, of the one that it starts from, ...
 
     def result(self):
         file = ROOT / self.folder / "result.json"
@@ -324,7 +324,7 @@ def plan(exp, opt, dataset):
                 keys["dataset"] = own
             flags = [f"--{key}={value}" for key, value in keys.items()]
             folder = folder_of(exp, opt, name, seed)
-            runs.append(Run(name, seed, folder, flags, needs, starts(exp, opt.scale, name)))
+            runs.append(Run(name, seed, folder, flags, needs, tuple(starts(exp, opt.scale, name))))
     return runs
 
 
@@ -518,7 +518,7 @@ def collect(exp, opt, runs, file, data_id=""):
             row = {"variant": run.name, **result, "overrides": overrides}
             memo = ROOT / run.folder / "flags.txt"
             if run.start and memo.exists() and memo.read_text() == memo_of(run):
-                row["start"] = run.start
+                row["start"] = list(run.start)
             rows[run.name, run.seed] = row
     check_data(rows.values(), file, data_id)
     file.parent.mkdir(exist_ok=True)
