@@ -324,7 +324,8 @@ def plan(exp, opt, dataset):
                 keys["dataset"] = own
             flags = [f"--{key}={value}" for key, value in keys.items()]
             folder = folder_of(exp, opt, name, seed)
-            runs.append(Run(name, seed, folder, flags, needs, tuple(starts(exp, opt.scale, name))))
+            bases = tuple(starts(exp, opt.scale, name))
+            runs.append(Run(name, seed, folder, flags, needs, bases))
     return runs
 
 
