@@ -103,7 +103,7 @@ def flags_of(path):
     settings = run_file(path)
     if "variants" in settings:
         from experiments.run import main
-        sys.exit(main(path, options))
+        sys.exit(main(path, [*(file for file in files if file != path), *options]))
     return [f"--{key}={value}" for key, value in settings.items()
             if type(value) in KINDS and key[0] != "_"]
 

@@ -542,6 +542,8 @@ data/meta.json = b"{"  --out=data  data/meta.json cannot be used
 data/meta.json: c["settings"] = []  --out=data  settings must be of type dict
 mine/tokenizer.json: c["added_tokens"] = []  --tokenizer=mine/tokenizer.json
     has no token that ends a text
+# train.py exp.py
+-  other.py  one experiment at a time, not also other.py
 # experiments/run.py
 -  nowhere.py  there is no experiment file nowhere.py
 -  dict.json  dict.json
@@ -556,7 +558,6 @@ mine/tokenizer.json: c["added_tokens"] = []  --tokenizer=mine/tokenizer.json
 -  exp.py --seeds=0  seeds=0
 -  exp.py --seeds=-2  seeds=-2
 -  exp.py --seed=1  did you mean --seeds=?
--  exp.py --out=../text.jsonl  text.jsonl: File exists
 -  exp.py --dataset=nowhere  nowhere
 exp.py = c + b"x = = 1"  exp.py  invalid syntax (exp.py, line 6)
 exp.py = c + b"x = y"  exp.py  exp.py, line 6: NameError
