@@ -1,11 +1,11 @@
 """Does a model still train as it did at an older commit? Its memory and its baseline, by each of
-its optimizers and Muon, for twelve steps in both trees: every loss, to the last digit.
+its optimizers and Muon, and what starts from a trained baseline, for twelve steps in both trees:
+every loss, to the last digit.
 
     python experiments/same.py --commit=1d5e793 --dataset=data/facts_1M   # a text with a tree
 
 Where that is so, results/same.jsonl says it, and rows made by the older code stand in their tables
-without a dagger. No other option is tried, and no start from a checkpoint: if a change is about one
-of these, delete its rows.
+without a dagger. No other option is tried: if a change is about one, delete its rows.
 """
 import json
 import subprocess
@@ -26,23 +26,30 @@ models = "move,lime,ultramem,midus,hiermem"
 _defaults = {"commit": commit, "dataset": dataset, "models": models}
 STEPS = ["--depth=2", "--n_embd=64", "--batch_tokens=1024", "--max_iters=12", "--log_interval=1",
          "--eval_tokens=4096", "--sample_tokens=0", "--device=cpu"]
+STARTS = {"midus": ["--upscale=midus", "--phase=cpt"], "hiermem": ["--memory=ffn"]}
 
 
-def losses(tree, flags):
-    """Of twelve steps and the validations among them, by the code in a tree."""
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "train.py", *STEPS, *flags, f"--out_dir={out}/run"]
-        done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-        need(done.returncode == 0, f"{' '.join(command)} failed in {tree}: {done.stderr[-1500:]}")
-        log = Path(out, "run", "log.jsonl").read_text().splitlines()
+def losses(tree, name, flags, folder):
+    """Of twelve steps and the validations among them, by the code in a tree. The run goes into
+    folder/name; "@" in its flags is the folder."""
+    flags = [flag.replace("@", str(folder)) for flag in flags]
+    command = [sys.executable, "train.py", *STEPS, *flags, f"--out_dir={folder}/{name}"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    need(done.returncode == 0, f"{' '.join(command)} failed in {tree}: {done.stderr[-1500:]}")
+    log = Path(folder, name, "log.jsonl").read_text().splitlines()
     return [row.get("loss", row.get("val_loss")) for row in map(json.loads, log)]
 
 
 def ways(model):
-    """Flags of every run of a model: memory and baseline, by each optimizer."""
+    """{name: flags} of every run of a model."""
     optimizers = {"muon", *sample.load_module(model).RECIPE}
-    for dense, optimizer in product((False, True), sorted(optimizers)):
-        yield [f"--model={model}", f"--dense={dense}", f"--optimizer={optimizer}"]
+    runs = {}
+    for kind, optimizer in product(("baseline", "memory"), sorted(optimizers)):
+        dense = kind == "baseline"
+        runs[f"{kind}-{optimizer}"] = [f"--dense={dense}", f"--optimizer={optimizer}"]
+    if model in STARTS:
+        runs["start"] = [*STARTS[model], "--init_from=@/baseline-muon"]
+    return runs
 
 
 def main(argv):
@@ -77,12 +84,14 @@ def compare(model, tree, data):
     if old == new:
         print(f"{model}: the code is the same")
         return True
-    for flags in ways(model):
-        with ThreadPoolExecutor() as pool:
-            before, after = pool.map(losses, (tree, run.ROOT), repeat([*flags, data]))
-        if before != after:
-            print(f"{model}: {' '.join(flags)} has other losses: {before}, {after}")
-            return False
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        folders = (f"{folder}/before", f"{folder}/after")
+        for name, flags in ways(model).items():
+            flags = [f"--model={model}", data, *flags]
+            before, after = pool.map(losses, (tree, run.ROOT), repeat(name), repeat(flags), folders)
+            if before != after:
+                print(f"{model}: {' '.join(flags)} has other losses: {before}, {after}")
+                return False
     row = dict(model=model, old=old, new=new, commit=run.commit(), losses=len(after))
     with open(run.ROOT / "experiments/results/same.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

@@ -310,14 +310,15 @@ def test_rows_of_older_sources_that_train_alike_are_not_marked(finished, lab, mo
     older.mkdir()
     for file in ("model_toy.py", "kernels.py", "train.py"):
         shutil.copy(lab / file, older)
-    monkeypatch.setattr(same, "ways", lambda model: [["--dense=True"], ["--dense=False"]])
+    monkeypatch.setattr(same, "ways", lambda model: {"baseline": [], "memory": []})
 
     def marked():
         runner.main(finished, ["--table_only=True"])
         return any("†" in name for name in report_of(lab))
 
     def alike(here):
-        monkeypatch.setattr(same, "losses", lambda tree, flags: [3.0] if tree == older else here)
+        monkeypatch.setattr(same, "losses",
+                            lambda tree, *run: [3.0] if tree == older else here)
         return same.compare("toy", older, "--dataset=text")
 
     assert alike([2.0]) and not marked(), "not even run: the code is the same"
@@ -331,12 +332,19 @@ def test_rows_of_older_sources_that_train_alike_are_not_marked(finished, lab, mo
 
 
 @slow
-def test_twelve_steps_are_the_same_twice(text_folder):
+def test_twelve_steps_are_the_same_twice(text_folder, tmp_path):
     from experiments import same
-    flags = ["--model=move", "--dense=True", "--block_size=16", f"--dataset={text_folder}"]
-    first = same.losses(runner.ROOT, flags)
-    assert len(first) > 12 and first == same.losses(runner.ROOT, flags)
-    assert first != same.losses(runner.ROOT, [*flags, "--seed=1"])
+    ways = same.ways("midus")
+    assert [*ways][0] == "baseline-adamw" and [*ways][-1] == "start"
+    common = ["--model=midus", "--n_head=2", "--n_kv_head=2", "--n_keys=8", "--block_size=16",
+              f"--dataset={text_folder}"]
+
+    def of(name, *more):
+        return same.losses(runner.ROOT, name, [*common, *ways[name], *more], tmp_path)
+
+    first = of("baseline-muon", "--seed=1")
+    assert len(first) > 12 and first != of("baseline-muon")
+    assert of("start") == of("start")
 
 
 def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab):
@@ -351,9 +359,8 @@ def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab)
     (lab / "data/new/meta.json").write_text('{"data_id": "id-b"}')
     message = "different data .data_id id-b, id-new. are never mixed: move experiments/results/toy"
     with pytest.raises(ConfigError, match=message):
-        runner.main(finished, ["--out=out_b"])
+        runner.main(finished, [])
     assert len(calls(lab)) == 14                               # refused before the first run
-    assert not (lab / "out_b").exists()
 
 
 STARTED = '''
@@ -567,7 +574,8 @@ def test_cores_are_shared_by_the_runs_at_once(lab, monkeypatch):
     path = experiment(lab, STARTED)
     for jobs in (1, 3, 9):
         (lab / f"{RESULTS}.jsonl").unlink(missing_ok=True)
-        runner.main(path, [f"--jobs={jobs}", f"--out=out{jobs}", "--only=standard", "--seeds=1"])
+        shutil.rmtree(lab / "out", ignore_errors=True)
+        runner.main(path, [f"--jobs={jobs}", "--only=standard", "--seeds=1"])
     threads = (lab / "threads.txt").read_text().split()
     assert threads == [str(os.environ.get("OMP_NUM_THREADS")), "2", "1"]
 
