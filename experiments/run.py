@@ -49,7 +49,6 @@ class Options:
     dataset: str = ""           # data folder; "": what the experiment's `prepare` makes
     jobs: int = 1               # runs at once; with more than one, each gets its share of the cores
     table_only: bool = False    # run nothing, make table and picture from the results there are
-    out: str = "out"            # folder of the runs
 
 
 @dataclass
@@ -294,8 +293,8 @@ def starts(exp, scale, name):
     return [settings(exp, scale, base), *starts(exp, scale, base)]
 
 
-def folder_of(exp, opt, name, seed):
-    return f"{opt.out}/{exp.name}-{opt.scale}/{slug(name)}/s{seed}"
+def folder_of(exp, scale, name, seed):
+    return f"out/{exp.name}-{scale}/{slug(name)}/s{seed}"
 
 
 def plan(exp, opt, dataset):
@@ -316,14 +315,14 @@ def plan(exp, opt, dataset):
             if str(keys.get("init_from", "")).startswith("@"):
                 other, base = find_start(exp, opt.scale, keys["init_from"])
                 last = other.variants[base].seeds - 1           # a base may have fewer seeds
-                needs = folder_of(other, opt, base, min(seed, last))
+                needs = folder_of(other, opt.scale, base, min(seed, last))
                 keys["init_from"] = f"{needs}/ckpt.pt"
             own = keys.pop("dataset", "@").replace("@", dataset)    # "@": the experiment's folder
             keys["seed"] = seed
             if own:
                 keys["dataset"] = own
             flags = [f"--{key}={value}" for key, value in keys.items()]
-            folder = folder_of(exp, opt, name, seed)
+            folder = folder_of(exp, opt.scale, name, seed)
             bases = tuple(starts(exp, opt.scale, name))
             runs.append(Run(name, seed, folder, flags, needs, bases))
     return runs
@@ -337,7 +336,7 @@ def check_begun(run):
         was = memo.read_text()
         same = was in (memo_of(run), " ".join(run.flags))       # the base is not in older ones
         need(same, f"{run.folder} was begun with other settings:\n  {was}\nand is now to be\n"
-             f"  {memo_of(run)}\nRemove that folder, or keep it and give another --out=FOLDER.")
+             f"  {memo_of(run)}\nRemove that folder, or rename it.")
 
 
 def memo_of(run):
@@ -848,7 +847,6 @@ def main(path, argv, dataset=""):
         for run in runs:
             check_begun(run)
         known = recorded(runs, report(data_id_of(dataset)))     # refuses other data before it runs
-        (ROOT / opt.out).mkdir(parents=True, exist_ok=True)
         for number in (signal.SIGINT, signal.SIGTERM):          # a shell's & ignores SIGINT
             signal.signal(number, signal.default_int_handler)
         try:
