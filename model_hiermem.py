@@ -32,9 +32,9 @@ The tree is made and walked by experiments/topics.py; experiments/bank.py trains
 takes blocks out of it. The anchor alone, and then with memories (Table 1, A1 and A2; with
 --frozen=True A3):
 
-    python prepare_fineweb.py --source=TEXTS --clusters=8,8 --window=512
-    python train.py --model=hiermem --dense=True --dataset=TEXTS --out_dir=out/anchor
-    python train.py --model=hiermem --init_from=out/anchor --memory=ffn --dataset=TEXTS
+    python prepare_fineweb.py --source=TEXTS --clusters=8,8 --out=data/topics
+    python train.py --model=hiermem --dense=True --dataset=topics --out_dir=out/anchor
+    python train.py --model=hiermem --init_from=out/anchor --memory=ffn --dataset=topics
 """
 import math
 import random
@@ -71,7 +71,7 @@ class Config:
     rope_scaling: str = ""        # Llama 3's, factor:low:high:context: 32:1:4:8192 (3.2 1B)
     eot: int = -1                 # opens a document or window; attention stays inside; -1: none
     memory: str = "ffn"           # ffn | lora_qk | lora_vo | lora_ffn | kv | none
-    clusters: str = "8,8"         # k_1,...,k_p: children of a node, root to leaves (16,16,16,16)
+    clusters: str = "8,8"         # k_1,...,k_p: children of a node, root to leaves (paper: 16 each)
     ranks: str = "64,24"          # r_1,...,r_p: FFN channels, LoRA ranks or key-value pairs
     memory_layers: str = "all"    # all | early | middle | late: 2L/7 layers, same total (Table 9)
     generic: float = -1.0         # share of sequences with the generic memory; -1: 1/(k_1 + 1)
@@ -337,8 +337,8 @@ class FFN(Memory):
             init_normal(part, config.n_embd ** -0.5, generator)
 
     def mlp(self, mlp, x):                                     # x (B, T, d)
-        M1, M2, M3 = self.part.values()                        # M1, M2, M3^T: (B, r, d)
-        return mlp(x) + (F.silu(x @ M1.mT) * (x @ M2.mT)) @ M3
+        M1, M2, M3T = self.part.values()                       # each (B, r, d)
+        return mlp(x) + (F.silu(x @ M1.mT) * (x @ M2.mT)) @ M3T
 
 
 class Level(nn.Module):

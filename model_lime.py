@@ -193,8 +193,8 @@ class Attention(nn.Module):
             k, v = self.router(buffer, x)                      # the same shapes         eq. 2
         q = rotate(q, rotary)
         k = rotate(k, rotary)
-        if cache is not None:                                  # what is routed never changes: the
-            k = cache.append((self.layer, "k"), k)             # size of a plain cache
+        if cache is not None:                                  # a past token's K~, V~ never change:
+            k = cache.append((self.layer, "k"), k)             # K, V of all layers need not be kept
             v = cache.append((self.layer, "v"), v)
         return self.W_O(attend(q, k, v))
 
@@ -629,7 +629,7 @@ class HyperBlock(Block):
 
 ROUTERS = {                       # by Config.router, its number written j: class, and which layers
     "last-j": (Router, last),
-    "first-j": (Router, first),
+    "first-j": (Router, first),                     # Appendix G; Table 10's is the next
     "first-j-prev": (Router, first_prev),
     "dilated-j": (Router, dilated),
     "average": (Average, every),

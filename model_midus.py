@@ -1,5 +1,6 @@
 """
-MIDUS-HML, memory-infused depth up-scaling (2026, "MIDUS: Memory-Infused Depth Up-Scaling").
+MIDUS-HML, memory-infused depth up-scaling (Kim et al. 2025, "MIDUS: Memory-Infused Depth
+Up-Scaling"; equations as numbered in the workshop version of 2026).
 
 The idea: a trained transformer grows deeper by D new blocks, and only those are trained on
 (continual pre-training, CPT). Others insert copies of whole blocks. MIDUS inserts *memory blocks*:
@@ -142,7 +143,7 @@ RECIPE = {
 }
 
 
-# ================================================================ the backbone: Llama
+# ---------------------------------------------------------------- the backbone: Llama
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -423,7 +424,7 @@ class Model(nn.Module):
         """Initial values, and a batch norm's first statistics.
 
             values                    0, so that a memory block adds nothing       Appendix D.2
-            sub-keys                  uniform within 1/sqrt(d_p)                   ours from here
+            sub-keys                  uniform within 1/sqrt(their width)           ours from here
             embedding, head, W_q      N(0, 0.02^2)
             W_h                       N(0, 1/r)
             other matrices            N(0, 1/fan-in)
@@ -484,7 +485,7 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """The memories without decay and, unless memory_schedule, at the highest rate throughout
-        (section E.2 says so of keys and values; W_h and the other memories' matrices go with them
+        (Appendix E.2 says so of keys and values; W_h and the other memories' matrices go with them
         here), the rest on the schedule; nothing of what is frozen. Values start at 0, and Adam
         moves a row by about the rate a step. No fan-in multiplies that, as it does a matrix's, and
         the stream it adds to may be large: at equal rates a memory does less than a block. value_lr

@@ -54,7 +54,7 @@ class Config:
     n_kv_head: int = -1           # H_kv, key/value heads; -1: n_head (fewer: grouped queries)
     n_embd: int = 768             # d, width
     memory: str = "move"          # move | lave | none
-    memory_scale: float = 1.0     # M = ceil(scale * L/2) slots; LaVE: 1 every second layer, 2 all
+    memory_scale: float = 1.0     # M = ceil(scale L/2) slots; LaVE at 1: every other layer, 2: all
     gate_v: int = -1              # gate g_0 on V, 0 or 1; -1: the paper's, 1 for MoVE, 0 for LaVE
     attention: str = "mha"        # mha | mla
     memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
@@ -244,8 +244,9 @@ class Reading(NamedTuple):
     """What one forward reads."""
     distinct: torch.Tensor        # (U,) the batch's token ids, sorted, each once
     inverse: torch.Tensor         # (B*T,) where in `distinct` each token is
-    rows: torch.Tensor            # (U, M, d_kv) what the bank holds for them
-    order: torch.Tensor           # (B*T*M,) the uses of each row together: one sort for all layers
+    rows: torch.Tensor            # (U, M, d_kv) what the bank holds for them; LaVE: None
+    order: torch.Tensor           # (B*T*M,) a row's uses together: one sort for all layers; None
+                                  # without gradients
 
 
 class MoVE(nn.Module):

@@ -4,8 +4,8 @@ Long-Context Learning").
 
 The idea: beside the FFN of every block stands an enormous second FFN of which a token uses a few
 hidden units only. Its N = n^2 units are tiny experts: a pre-value row P_i, a value row V_i, no
-activation. They stand on an n x n grid whose rows and columns have keys; cell (i, j) scores by a
-small bilinear form of row i's and column j's scores: 4n dot products rank n^2 experts. No softmax,
+activation. They stand on an n x n grid whose rows and columns have keys; cell (a, b) scores by a
+small bilinear form of row a's and column b's scores: 4n dot products rank n^2 experts. No softmax,
 no activation: choosing is the nonlinearity. P = B*T tokens (P_i is a pre-value), R retrieval heads,
 r = 2 Tucker ranks, H = 2 Tucker cores C (H, R, r, r), m slots picked by each head, k = R*m. (The
 paper writes one core; H of them, each weighing a slice of V_i, are its published code's.)
@@ -15,10 +15,10 @@ paper writes one core; H of them, each weighing a slice of V_i, are its publishe
     S_row = q_row K_row,  S_col = q_col K_col   (P, R, r, n)     eq. 6; the keys RMS-normed, too
     u, v  = first singular vectors of sum_H C   (R, r)      the cores taken as of rank 1
     rows, columns: Top-m_key of u^T S_row and of v^T S_col  stage 1, indices only
-    s, i  = Top-m of S_row^T C S_col there      (P, k, H), (P, k)    stage 2, by sum_H; eq. 7
+    s, i  = Top-m of S_row^T C S_col there      (P, k, H), (P, k)   stage 2, s summed over H; eq. 7
     i     = Shuffle(i)                          eq. 8, fixed: the values do not see the grid
     p     = P_i (h W_pre)                       (P, k)      eq. 15, Appendix 6: the hidden units
-    y     = sum_k (p s)_k V_i                   (P, D_v)    slice c of H weighted by core c's score
+    y     = sum of p s V_i over the k slots     (P, D_v)    slice c of H weighted by core c's score
     x     = x + FFN(h) + y W_out                eq. 12
 
               x --------------+---------------+-------------+
@@ -60,7 +60,7 @@ class Config:
     norm_eps: float = 1e-5        # of every RMS norm
     rope_base: float = 10000.0    # rotary embedding: the longest wavelength / 2 pi
     memory: str = "ultramemv2"    # none | moe | pkm | memory+ | peer | ultramem | ultramemv2
-    memory_layers: str = ""       # 4,8 | all | 2:5/6:9 (reads in 2, adds after 5); "": its own
+    memory_layers: str = ""       # 4,8 | all | 2:5/6:9 (reads in 2, adds after 5); "": by memory
     n_keys: int = -1              # n: n^2 slots a layer; -1: the size of 64 experts (MoE: experts)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L a token in all layers (MoE: 8)
@@ -107,7 +107,7 @@ class Config:
                 rule = f"must be {value!r} for this memory"
                 self.check(getattr(self, name) == value, f"memory {name}", rule)
             memory.check(self)
-            if self.n_inner == -1:
+            if self.n_inner == -1:             # from 3 d n_inner L + beside * layers = 12 d^2 L
                 beside = memory.n_weights(self) + self.heads * self.top_k * width
                 self.n_inner = round((12 * d * d * L - beside * layers) / (24 * d * L)) * 8
         self.check(self.n_inner > 0, "n_inner", "must be at least 1; the memory may leave no room "
@@ -163,8 +163,9 @@ class Config:
         return min(self.top_k, 128, self.n_rows)
 
 
-# Table 10, n_inner from its launch scripts. 1b_7b's is not printed: 7,004 gives the active
-# parameters without the values read. Memory+'s D_v is printed as 384, which would give 0.70B.
+# Table 10; n_inner from the published launch scripts, which have none for 1b_7b: 7,004 gives the
+# printed 1,079M active parameters without embedding, head and values. Memory+'s D_v is printed as
+# 384, which would give 0.70B; here it is d.
 PRESETS = {
     "227m_1.2b": dict(n_layer=20, n_embd=768, n_head=12, n_inner=2496, n_keys=360, key_dim=192,
                       top_k=32, value_dim=192, pre_value_dim=192),
@@ -253,7 +254,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rotary, cache=None):
         heads = (-1, self.head_dim)
-        q = self.W_Q(x).unflatten(-1, heads)                   # (B, T, H, d_h)
+        q = self.W_Q(x).unflatten(-1, heads)                   # (B, T, n_head, d_h)
         k = self.W_K(x).unflatten(-1, heads)
         v = self.W_V(x).unflatten(-1, heads)
         q = rotate(self.q_norm(q), rotary)
@@ -511,7 +512,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Truncated normal of std sqrt(2/(5d)) (section 3.5), for what enters the residual from
+        """Truncated normal of std sqrt(2/(5d)) (Appendix 6), for what enters the residual from
         attention and FFN times sqrt(1/(2L)); the memories as their stds() and finish_init() say."""
         c = self.config
         memory = memory_class(c.memory)
@@ -676,7 +677,7 @@ def first_table(config, i):
     kind, _, g = config.share.partition(":")
     layers, g = len(config.added_after), int(g)
     if kind == "ring":
-        return i                                               # the paper's, from a layer earlier
+        return i                                               # own first; the paper's one earlier
     if kind == "block":
         return i // g * g
     return min(max(i - (g + 1) // 2 + 1, 0), layers - g)       # noring

@@ -25,7 +25,7 @@ sample.py fills in what is missing:
                          block, embedder_path)       and a line that says so
     Model.new_cache(batch_size, max_len)             decoding                                None
     Model.inspect(idx, **prompt_context's)           {name: (tensor, axes)}, pictures        {}
-    start(path, ckpt, fields), of the module         another model of a checkpoint           as is
+    start(path, ckpt, fields), of the module         what --init_from's checkpoint becomes   as is
 """
 import json
 import math
@@ -53,7 +53,7 @@ from sample import (assemble, generate, load_checkpoint, load_module, load_start
                     pick_device, write_checkpoint)
 
 # ---------------------------------------------------------------- configuration
-# two values: on a CPU | on CUDA; -1 and "" choose by themselves
+# numbers: on a CPU | on CUDA; words: the choices; -1 and "" choose by themselves
 model = "move"              # `cp model_move.py model_mine.py` makes --model=mine
 preset = ""                 # a row of the model's PRESETS, such as d12 (or depth)
 depth = -1                  # 4 | 12: layers, width 64*depth
@@ -444,7 +444,7 @@ def evaluate():
             lengths = token_bytes[y.clamp(min=0)].masked_fill(y < 0, 0)
             y = y.masked_fill(lengths == 0, -1)
         known = val_data.context(windows)
-        wanted = raw.training_context(known, seed, windows)        # as it is, nothing drawn
+        wanted = raw.training_context(known, seed, windows)        # its keys alone
         context = {key: known[key].to(device) for key in wanted}
         with autocast:
             loss = forward(x.to(device), y.to(device), **context)[1].item()
@@ -551,7 +551,7 @@ if resume and master:
     show(f"resumed {out}/ckpt.pt at step {step} of {max_iters}")
     begin_output()
 if compile:                                        # before the clock runs: gradients, thrown away
-    for n in (step, step + 1):                     # the second of another size: then any is fine
+    for n in (step, step + 1):                     # twice: two batches differ in distinct tokens
         forward_backward(*fetch(n))
         raw.zero_grad(set_to_none=True)
 while True:

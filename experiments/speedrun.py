@@ -80,7 +80,8 @@ a lesson.
 
 The clock is train_seconds: loading of data is in, compiling and evaluating are out; "in all" is the
 whole process, with them. Machines are compared by the ratio to the baseline, which runs between the
-first seed and the second. Texts are never compared: each data_id has a board of its own.
+first seed and the second. Texts are never compared: each data_id has a board of its own (another
+version of Python, numpy, networkx or torch makes another text).
 """
 HEAD = ["date", "commit", "entry", "steps", "mean of seeds", "seconds", "in all", "of baseline",
         "machine", "what changed"]
