@@ -1195,7 +1195,7 @@ for table in (torch.randn(30, 96), torch.randn(30, 96).bfloat16()):
 for d in (3, 64, 300):
     table = torch.randn(5, d, requires_grad=True)
     kernels.gather_sum(table, i[:, :1], w[:, :1, 0]).sum().backward()
-for n, k in ((64, 4), (64, 2), (128, 4), (20, 25), (360, 32), (512, 16), (1138, 80), (3, 1)):
+for n, k in ((64, 2), (20, 25), (360, 32), (1138, 80), (3, 1)):
     kernels.product_key_search(torch.randn(9, n), torch.randn(9, n), k)
 kernels.scatter_scores(s, torch.zeros(9, 20, dtype=torch.long), 40)
 for n, m in ((20, 5), (360, 32)):
