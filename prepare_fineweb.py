@@ -473,8 +473,8 @@ def load_meta(folder) -> dict:
     """
     folder = Path(folder)
     file = folder / "meta.json"
-    need(folder.is_dir(), f"there is no data folder {folder}: make one with "
-                          "`python prepare_fineweb.py`, --help tells how")
+    need(folder.is_dir(), f"there is no data folder {folder}: --dataset= says where it is, or make "
+                          "one with `python prepare_fineweb.py`, --help tells how")
     need(not folder.name.endswith(".partial"), f"{folder} was left by an interrupted preparation: "
                                                "run prepare_fineweb.py again")
     if not file.exists():

@@ -379,9 +379,10 @@ def word_tokens(tok, ids, word=""):
 @torch.inference_mode()
 def look(model, tok, text, word="", **context):
     """
-    What model.inspect() returns for a text, {name: (grid (rows, columns), axes, gate_v)}: the mean
-    over the tokens of a word and, where more than two axes are left, over heads. gate_v: 1 where
-    column 0 is no slot but the gate on V itself, else 0. context: from prompt_context().
+    What model.inspect() returns for a text, {name: (grid (rows, columns), axes, gate_v, by_word)}:
+    the mean over the tokens of a word and, where more than two axes are left, over heads. gate_v: 1
+    where column 0 is no slot but the gate on V itself, else 0. by_word: False where the grid is of
+    the whole text. context: from prompt_context().
     """
     ids, seen = [tok.eot] + tok.encode(text), {}
     tokens = torch.tensor(word_tokens(tok, ids, word))
@@ -389,7 +390,8 @@ def look(model, tok, text, word="", **context):
     found = model.inspect(torch.tensor([ids], device=device), **context)
     for name, (tensor, axes) in found.items():
         grid, axes = tensor.float().cpu(), list(axes)
-        if "token" in axes:
+        by_word = "token" in axes
+        if by_word:
             grid = grid.index_select(axes.index("token"), tokens).mean(axes.index("token"))
             axes.remove("token")
         if len(axes) > 2 and "head" in axes:
@@ -397,7 +399,7 @@ def look(model, tok, text, word="", **context):
             axes.remove("head")
         need(len(axes) <= 2, f"inspect() returns {name!r} over {axes}: a picture has two axes")
         gate_v = int(name == "gates" and bool(getattr(model.config, "gate_v", False)))
-        seen[name] = torch.atleast_2d(grid), ["", "", *axes][-2:], gate_v
+        seen[name] = torch.atleast_2d(grid), ["", "", *axes][-2:], gate_v, by_word
     need(seen, "this model has nothing to inspect: is it the baseline without memory?")
     return seen
 
@@ -432,13 +434,14 @@ def draw(path, panels, axes, gate_v):
 
 
 def inspect_prompt(model, tok, text, words, folder, context):
-    """For each tensor of inspect() a picture with a panel a word."""
+    """For each tensor of inspect() a picture with a panel a word, or one of the whole text."""
     seen = {word: look(model, tok, text, word, **context) for word in words}
-    for name, (_, axes, gate_v) in seen[words[0]].items():
-        grids = [found[name][0] for found in seen.values()]
-        palette = colours(name, grids)
-        panels = [(f"{name}, {word or 'last word'}", grid, palette)
-                  for word, grid in zip(seen, grids)]
+    for name, (whole, axes, gate_v, by_word) in seen[words[0]].items():
+        grids = {"whole text": whole}
+        if by_word:
+            grids = {word or "last word": found[name][0] for word, found in seen.items()}
+        palette = colours(name, grids.values())
+        panels = [(f"{name}, {title}", grid, palette) for title, grid in grids.items()]
         draw(folder / f"inspect_{name}.png", [panels], axes, gate_v)
 
 

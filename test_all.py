@@ -3407,6 +3407,40 @@ def test_resume_is_exact(switches, spoil, text_folder, tmp_path):
             dataset=text_folder)
 
 
+def test_llm_cs_shards_of_llama_3_train_without_a_sample(corpus, tmp_path):
+    wide = save_tokenizer(tmp_path / "mine" / "tokenizer.json", 70_000)
+    made = prepare_bytes(corpus, tmp_path / "made", tokenizer=wide)
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for path in made.glob("*.bin"):
+        shutil.copy(path, shards)
+    flags = [*TINY, f"--dataset={shards}", f"--out_dir={tmp_path / 'run'}", "--max_iters=1"]
+    with pytest.raises(ConfigError, match="'llama-3'.*; or --sample_tokens=0, which needs none"):
+        train(*flags, "--sample_tokens=5")
+    train(*flags)
+    assert log_of(tmp_path / "run", "val_loss")[1] > 0
+
+
+def test_a_resumed_run_has_the_rates_and_decays_that_it_is_given(tiny, tmp_path):
+    tiny("--max_iters=4 --optimizer=adamw --sparse_memory=True")
+    before = load_ckpt(tmp_path)["model"]
+    run = tiny("--init_from=resume --max_iters=8 --learning_rate=0 --weight_decay=0.5 --beta1=0.8")
+    assert_close(load_ckpt(tmp_path)["model"], before, rtol=0, atol=0)
+    groups = [group for o in run["optimizers"] for group in o.param_groups]
+    assert 0.5 in [group.get("weight_decay") for group in groups]
+    assert all(group["betas"][0] == 0.8 for group in groups)
+
+
+def test_a_run_that_ends_where_it_was_stopped_is_evaluated_there(tiny, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(4, patch)
+        tiny("--max_iters=16 --eval_interval=4", expect="--init_from=resume")
+    tiny("--init_from=resume --max_iters=5")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [row["step"] for row in result["curve"]] == [0, 4, 5]
+    assert result["val_loss"] == result["curve"][-1]["val_loss"] == log_of(tmp_path, "val_loss")[5]
+
+
 def test_a_second_ctrl_c_stops_at_once(tiny, monkeypatch):
     run = tiny("--max_iters=1")
     run["interrupted"](signal.SIGINT, None)
@@ -3975,10 +4009,23 @@ def test_inspect_draws_gates(trained):
         for first in (0, 3):                                   # 3: in the middle of a letter
             places = sample.word_tokens(tok, text[first:], word)
             assert bytes(text[first:][n] for n in places).decode() == "École"
-    grid, axes, gate_v = sample.look(model, tok, PROMPT, "memory")["gates"]
+    grid, axes, gate_v, by_word = sample.look(model, tok, PROMPT, "memory")["gates"]
+    assert by_word
     gates = model.inspect(torch.tensor([ids]))["gates"][0]     # (L, T, H, M+1)
     assert_close(grid, gates[:, 5:11].mean((1, 2)))
     assert axes == ["layer", "slot"] and gate_v == 1 and not model.training
+
+
+def test_what_is_of_the_whole_text_has_one_panel(trained, tmp_path, monkeypatch):
+    model, tok, _ = sample.load_model(trained, "cpu")
+    found = {"use": (torch.ones(2, 3), ("layer", "row")),
+             "gates": (torch.ones(5, 3), ("token", "slot"))}
+    monkeypatch.setattr(model, "inspect", lambda idx: found)
+    drawn = {}
+    monkeypatch.setattr(sample, "draw", lambda path, panels, *rest: drawn.update(
+        {path.stem: [title for title, _, _ in panels[0]]}))
+    sample.inspect_prompt(model, tok, "a b", ["a", "b"], tmp_path, {})
+    assert drawn == {"inspect_use": ["use, whole text"], "inspect_gates": ["gates, a", "gates, b"]}
 
 
 def test_decode_time_measures_both_ways(trained, capsys):

@@ -37,8 +37,9 @@ import time
 from pathlib import Path
 from statistics import median
 
-from prepare_fineweb import (TokenShards, configure, find_dataset, get_tokenizer, guard, help_text,
-                             load_meta, load_token_bytes, lock, naming, need, reading, run_file)
+from prepare_fineweb import (ConfigError, TokenShards, configure, find_dataset, get_tokenizer,
+                             guard, help_text, load_meta, load_token_bytes, lock, naming, need,
+                             reading, run_file)
 
 if __name__ == "__main__":
     guard("train.py")
@@ -94,7 +95,7 @@ AT_LEAST_ONE = ("depth", "block_size", "batch_size", "batch_tokens", "eval_inter
 AT_MOST = dict(depth=1000, compile=1, warmup=1, warmdown=1, beta1=0.999999, beta2=0.999999)
 FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_tokens", "skip_steps",
          "optimizer")
-OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "loss.png", "tokenizer.json")
+OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "loss.png", "tokenizer.json", "retriever.npz")
 
 
 def flags_of(path):
@@ -215,7 +216,7 @@ else:
     if preset or "depth" in given:
         dial = make_config(module, preset, depth, {})
         fields = {"n_layer": dial.n_layer, "n_embd": dial.n_embd, **fields}
-    with reading(init_from):
+    with reading(init_from, "cannot be used here"):
         ckpt = load_start(init_from, module, fields, folder)
         model_config = module.Config(**ckpt["model_config"])
 need(model_config.vocab_size >= meta["vocab_size"] or not folder,
@@ -228,7 +229,10 @@ if folder and not dry_run:
     if token_bytes is not None:
         token_bytes = torch.from_numpy(token_bytes)
     if sample_tokens or "task" in meta or (folder / "tokenizer.json").exists():
-        tok = get_tokenizer(str(folder))
+        try:
+            tok = get_tokenizer(str(folder))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or --sample_tokens=0, which needs none") from None
 
 # ---------------------------------------------------------------- what is automatic, resolved
 why = "as asked for"
@@ -322,7 +326,8 @@ with reading(out / "ckpt.pt" if resume else init_from):
             need(p.detach().sum().isfinite(), f"{name} is not a number in {init_from}")
     if resume:
         for o, state in zip(optimizers, ckpt["optimizers"], strict=True):
-            o.load_state_dict(state)
+            now = o.state_dict()["param_groups"]               # rates and decays are this run's
+            o.load_state_dict({**state, "param_groups": now})
         torch.set_rng_state(ckpt["rng"])
         step, progress = ckpt["step"], ckpt["train"]
         log = ckpt["log"]
@@ -556,10 +561,11 @@ if compile:                                        # before the clock runs: grad
         raw.zero_grad(set_to_none=True)
 while True:
     due = step % eval_interval == 0 or step == max_iters
-    if due and not (resume and step == first_step):
+    evaluated = log and log[-1]["step"] == step and "val_loss" in log[-1]  # before it was resumed
+    if due and not evaluated:
         values = evaluate()
         must_be_finite(values["val_loss"], f"the validation loss after step {step}")
-        if master and step == first_step:
+        if master and step == first_step and not resume:
             begin_output()
         progress |= values
         log_line(step=step, **values, train_seconds=progress["train_seconds"])

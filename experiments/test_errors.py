@@ -342,7 +342,7 @@ data/val_000000.bin = b""  -  is not a token shard
     --sample_tokens=0
 -  --depth=2  has n_layer=1
 -  --memory=lave  has memory=move
--  --model=lime  run cannot be used
+-  --model=lime  run cannot be used here
 -  --vocab_size=300  has vocab_size=257
 run/ckpt.pt: c["data"]["vocab_size"] = 9  -  data has another tokenizer than run
 -  --init_from=bank  bank cannot be used
