@@ -1,12 +1,14 @@
 """Ten minutes on a GPU: are the compiled kernels right, are they fast, do the models train?
 
-    python experiments/gpu_check.py            # on a machine with a GPU
-    python experiments/gpu_check.py --tiny     # a rehearsal on a CPU: Triton's interpreter
+    python experiments/gpu_check.py                   # on a machine with a GPU
+    python experiments/gpu_check.py sums searches     # these parts alone
+    python experiments/gpu_check.py --tiny            # a rehearsal on a CPU: Triton's interpreter
 
 Every operation and its gradients against plain torch in fp64, rows beyond 2^31 numbers, one
 compiled graph, the optimizer of touched rows, five models trained for some steps in bfloat16 and
 compiled; then kernel_speed.py's tables and step_time.py's for each model. A part that fails does
-not keep the next ones from running. Ends with what failed; exit code 1 if anything did.
+not keep the next ones from running. The parts: sums, mixed_values, searches, head, far_rows,
+compiled, touched_rows_optimizer, steps, speed. Ends with what failed; exit code 1 if anything did.
 """
 import os
 import subprocess
@@ -25,7 +27,10 @@ sys.path.insert(0, str(ROOT))
 import kernels
 from kernels import gather_dot, gather_sum, linear_cross_entropy, mix_values
 from kernels import product_key_topk, tucker_topk
+from prepare_fineweb import guard, need
 
+SEARCHES = ((2, 1, 5), (3, 9, 5), (64, 4, 33), (64, 2, 33), (64, 32, 5), (128, 4, 33), (360, 32, 9),
+            (512, 16, 9), (1138, 80, 3))                        # n, k, queries
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 8e-3}         # relative, of a whole tensor
 MODELS = ("move", "lime", "ultramem", "midus", "hiermem")
 failed = []
@@ -111,9 +116,7 @@ def mixed_values():
 
 def searches():
     """The scores must be those of the whole grid; Tucker's those of the torch path in fp64."""
-    sizes = ((2, 1, 5), (3, 9, 5), (64, 4, 33), (64, 2, 33), (64, 32, 5), (128, 4, 33),
-             (360, 32, 9), (512, 16, 9), (1138, 80, 3))
-    for n, k, P in sizes[:3] if tiny else sizes:
+    for n, k, P in SEARCHES[:3] if tiny else SEARCHES:
         for dtype in (torch.float32, torch.bfloat16):
             row, col = torch.randn(2, P, n).to(dtype)
             grid = (row.float()[:, :, None] + col.float()[:, None]).flatten(1)
@@ -223,15 +226,24 @@ def steps():
                 f"--compile={0 if tiny else 1}", f"--rounds={2 if tiny else 12}")
 
 
-def main():
+PARTS = (sums, mixed_values, searches, head, far_rows, compiled, touched_rows_optimizer, steps,
+         speed)
+
+
+def main(argv):
+    chosen = [argument for argument in argv if argument != "--tiny"]
+    known = [part.__name__ for part in PARTS]
+    for name in chosen:
+        need(name in known, f"there is no part {name!r}: choose {', '.join(known)}")
     torch.manual_seed(0)
     if not tiny:
         torch.set_default_device("cuda")
     kernels.BACKEND = "triton"
     name = "cpu" if tiny else torch.cuda.get_device_name()
     print(f"torch {torch.__version__}, triton {kernels.triton.__version__}, {name}", flush=True)
-    for part in (sums, mixed_values, searches, head, far_rows, compiled, touched_rows_optimizer,
-                 steps, speed):
+    for part in PARTS:
+        if chosen and part.__name__ not in chosen:
+            continue
         start = time.time()
         try:
             part()
@@ -244,7 +256,6 @@ def main():
 
 
 if __name__ == "__main__":
-    from prepare_fineweb import guard, need
     guard("gpu_check.py")
     need(tiny or torch.cuda.is_available(), "no GPU here; --tiny rehearses on a CPU")
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

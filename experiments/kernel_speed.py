@@ -271,13 +271,13 @@ def head_step(ours, tokens, V, d, dtype, device):
 
 
 def peak_bytes(*arguments):
-    """What one step needs beside its inputs, at its peak. In a process of its own."""
-    torch.set_num_threads(1)
+    """What one step needs beside its inputs, at its peak."""
     step = head_step(*arguments)
     if arguments[-1] == "cuda":
         before = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - before
+    torch.set_num_threads(1)
     before = most_resident()
     step()
     return most_resident() - before
@@ -291,7 +291,11 @@ def most_resident():
     return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-def peak_elsewhere(*arguments):
+def peak(*arguments):
+    """peak_bytes() in a process of its own; a GPU's allocator can forget earlier peaks."""
+    if arguments[-1] == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return peak_bytes(*arguments)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
         return process.submit(peak_bytes, *arguments).result()
@@ -308,7 +312,7 @@ def time_heads(device):
         for ours in (True, False):
             arguments = (ours, tokens, V, d, dtype, device)
             steps.append(head_step(*arguments))
-            peaks.append(peak_elsewhere(*arguments) / 2**20)
+            peaks.append(peak(*arguments) / 2**20)
         times = medians(steps, device, rounds=5)
         print(f"{tokens:6} tokens x {V:6}, d {d} {str(dtype)[6:]:9} ours {times[0]:8.1f} ms"
               f"{peaks[0]:7.0f} MiB   theirs {times[1]:8.1f} ms{peaks[1]:7.0f} MiB"

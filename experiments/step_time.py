@@ -7,7 +7,8 @@ The time of a training step beside that of the model's own dense baseline, step 
 
 All options but these are train.py's; the data decides nothing here but the vocabulary. The figures
 are medians; the steps are train.py's own, forward, backward, clipping and optimizers. --gpt=True
-adds a plain GPT of the same shape to the race, built and trained as nanoGPT builds it, in float32.
+adds a plain GPT of the same shape to the race, built and trained as nanoGPT does it: in float32, on
+a GPU in bfloat16 and compiled where the model is.
 --eager=True, for --compile=1, takes the model without torch.compile in the baseline's place.
 --profile=True prints which of torch's operations take the time. --json_file=FILE adds a line with
 the figures to a file.
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 
 rounds = 12                     # steps that count, after three to warm up
-gpt = False                     # beside them a plain GPT in float32
+gpt = False                     # beside them a plain GPT
 eager = False                   # --compile=1 against the same model without it
 profile = False                 # print torch.profiler's table of three more steps
 json_file = ""                  # a line with the figures is added to this file
@@ -102,12 +103,16 @@ def plain_gpt(run):
     model = GPT(run["model_config"]).to(run["device"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     size = run["batch_size"]
+    net = torch.compile(model) if run["compile"] else model
+    in_bf16 = run["gpu"] and run["dtype"] == "bfloat16"
+    autocast = torch.autocast("cuda", torch.bfloat16, enabled=in_bf16)
 
     def train_step(batch, step):
         x, y, _ = batch
         for first in range(0, len(x), size):
             part = slice(first, first + size)
-            loss = model(x[part].to(run["device"]), y[part].to(run["device"]))
+            with autocast:
+                loss = net(x[part].to(run["device"]), y[part].to(run["device"]))
             (loss * size / len(x)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
