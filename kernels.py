@@ -1048,10 +1048,11 @@ def gather_sum_triton(table, indices, weights, blocks, n_blocks):
 
 def column_block(D, largest):
     """The largest power of two that divides D, so that no lane idles; where that is below 32, D
-    rounded up. At most `largest`.
+    rounded up, to 32 at least (of 16 columns Triton 3.6 cannot compile row_sums_kernel). At most
+    `largest`.
     """
     divisor = D & -D
-    return min(divisor if divisor >= 32 else power_of_2(D, 16), largest)
+    return min(divisor if divisor >= 32 else power_of_2(D, 32), largest)
 
 
 # To the pairs. One program owns one slice of BLOCK_P queries and walks over their K rows: it reads

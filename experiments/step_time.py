@@ -142,7 +142,7 @@ def print_profile(run):
     with torch.profiler.profile(acc_events=True) as profiler:
         for _ in range(3):
             run["train_step"](batch, 2)
-    print(profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=40))
+    print(profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
 
 
 def main(argv):
