@@ -557,24 +557,37 @@ def linear_cross_entropy_op(x: Tensor, weight: Tensor, targets: Tensor, softcap:
         x, weight, targets, softcap, dtype, wants_x, wants_weight)
     total.zero_()
     d_weight.zero_()
-    turn = cross_entropy_triton if use_triton(x, weight) else cross_entropy_torch
     x = x.to(dtype)
-    weight = weight.to(dtype)
     V = weight.shape[0]
     rows = max(256, 2**21 // V)    # of a chunk
-    if x.is_cuda:
-        rows = max(1024, 2**26 // V)
+    turn = cross_entropy_torch
+    if use_triton(x, weight):
+        rows = max(1024, 2**26 // V // 64 * 64)
+        turn = cross_entropy_triton
+        weight = padded_rows(weight, dtype)
+    weight = weight.to(dtype)
     for start in range(0, x.shape[0], rows):
         part = slice(start, start + rows)
-        z = x[part] @ weight.T    # (rows, V)
-        total += turn(z, targets[part], softcap, wants_x or wants_weight).sum()
+        z = x[part] @ weight.T    # (rows, V), 0 in the columns beyond
+        total += turn(z[:, :V], targets[part], softcap, wants_x or wants_weight).sum()
         if wants_x:
             torch.mm(z, weight, out=d_x[part])
         if wants_weight and dtype == d_weight.dtype:
-            d_weight.addmm_(z.T, x[part])
+            d_weight.addmm_(z[:, :V].T, x[part])
         elif wants_weight:
-            d_weight += z.T @ x[part]
+            d_weight += (z.T @ x[part])[:V]
     return total, d_x, d_weight
+
+
+def padded_rows(weight, dtype):
+    """weight (V, d) in dtype, with rows of 0 up to a multiple of 64. cuBLAS multiplies rows of
+    50,257 numbers of bf16, which start anywhere in memory, in kernels of an older kind: on an H200
+    the head took half of a training step.
+    """
+    V, d = weight.shape
+    padded = weight.new_zeros(64 * math.ceil(V / 64), d, dtype=dtype)
+    padded[:V] = weight
+    return padded
 
 
 def linear_cross_entropy_setup(ctx, inputs, output):
@@ -1193,10 +1206,10 @@ def logit(pointer, mask, softcap, CAPPED: tl.constexpr):
 
 
 @jit
-def cross_entropy_kernel(z, targets, losses, V, softcap, CAPPED: tl.constexpr,
+def cross_entropy_kernel(z, targets, losses, V, width, softcap, CAPPED: tl.constexpr,
                          GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    z += row * V
+    z += row * width
     target = tl.load(targets + row)
     at_target = logit(z + target, target >= 0, softcap, CAPPED)
     largest = -float("inf")
@@ -1228,7 +1241,7 @@ def cross_entropy_triton(z, targets, softcap, gradient):
     losses = z.new_empty(rows, dtype=torch.float32)
     launch(
         cross_entropy_kernel, (rows,),
-        z, targets.contiguous(), losses, V, softcap, softcap > 0, gradient,
+        z, targets.contiguous(), losses, V, z.stride(0), softcap, softcap > 0, gradient,
         min(power_of_2(V), 4096), num_warps=8)
     return losses
 

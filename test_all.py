@@ -1069,7 +1069,7 @@ def every_operation(table, s, x, v, gate, core):
     ones = torch.ones(1, 2)
     raw, picks = kernels.tucker_topk(t, t.flip(3), ones, ones, core, 3, 4)
     y = y + kernels.gather_sum(table, picks[:, 0], raw[:, 0])
-    bank = kernels.gather_rows(table, torch.arange(0, 20, 2)).view(10, 1, 2, -1)
+    bank = kernels.gather_rows(table, torch.arange(0, 20, 2, device=table.device)).view(10, 1, 2, -1)
     mixed = kernels.mix_values(v, bank, indices[:, 0] % 10, gate)
     loss = kernels.linear_cross_entropy(y, table[:20], indices[:, 0] % 21 - 1, 5.0)
     return y.sum() + mixed.square().sum() + loss
@@ -1174,11 +1174,19 @@ def kind(a):
         return TYPES[a.dtype]
     return "fp32" if isinstance(a, float) else "i32"
 
+def sixteenth(a):
+    if isinstance(a, torch.Tensor):
+        return a.data_ptr() % 16 == 0
+    return type(a) is int and a % 16 == 0
+
 def compile_only(kernel, grid):
     def launch(*args, **options):
-        fixed = {(i,): a for i, a in enumerate(args) if kernel.params[i].is_constexpr or a is None}
+        fixed = {(i,): a for i, a in enumerate(args) if kernel.params[i].is_constexpr
+                 or a is None or type(a) is int and a == 1}            # as at a launch
         kinds = ["constexpr" if (i,) in fixed else kind(a) for i, a in enumerate(args)]
-        source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), fixed)
+        even = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(args)
+                if (i,) not in fixed and sixteenth(a)}
+        source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), fixed, even)
         ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         assert not re.search(r"\\b(atom|red)\\.", ptx), "an atomic operation"
         compiled.add(kernel.__name__)
@@ -1192,7 +1200,7 @@ for table in (torch.randn(30, 96), torch.randn(30, 96).bfloat16()):
     kernels.gather_sum(table.requires_grad_(), i, w.requires_grad_()).sum().backward()
     kernels.gather_sum(table, i.int(), w, i, 3).sum().backward()
     kernels.mix_values(x.view(9, 2, 48), table.view(10, 3, 96), i[:, 0], w.mT).sum().backward()
-for d in (3, 64, 300):
+for d in (3, 8, 64, 300):
     table = torch.randn(5, d, requires_grad=True)
     kernels.gather_sum(table, i[:, :1], w[:, :1, 0]).sum().backward()
 for n, k in ((64, 2), (20, 25), (360, 32), (1138, 80), (3, 1)):

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Callable
 
 import torch
@@ -37,11 +38,13 @@ def wait(device):
 
 
 def medians(functions, device, rounds=15):
-    """Milliseconds per call; the functions take turns. On CUDA a sample is five calls in a row, so
-    that launches overlap the work."""
+    """Milliseconds per call; the functions take turns, two turns to warm up and as many as asked
+    for, but after three seconds at most those that there are, three at least. On CUDA a sample is
+    five calls in a row, so that launches overlap the work."""
     calls = 5 if device == "cuda" else 1
     samples = [[] for _ in functions]
-    for turn in range(rounds + 2):    # two rounds to warm up
+    began = time.perf_counter()
+    for turn in range(rounds + 2):
         for function, sample in zip(functions, samples):
             wait(device)
             start = time.perf_counter()
@@ -49,7 +52,9 @@ def medians(functions, device, rounds=15):
                 function()
             wait(device)
             sample.append((time.perf_counter() - start) / calls * 1e3)
-    return [sorted(sample[2:])[rounds // 2] for sample in samples]
+        if turn >= 4 and time.perf_counter() - began > 3:
+            break
+    return [median(sample[2:]) for sample in samples]
 
 
 def draw(kind, N, shape, device):

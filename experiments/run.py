@@ -100,8 +100,8 @@ def save_costs(name, model, device, **figures):
 # ---------------------------------------------------------------- where a result comes from
 
 def source_hash(model, folder=""):
-    """8 hex digits over the code of model, kernels and trainer in a folder ("": here); comments and
-    docstrings do not count."""
+    """8 hex digits over the code of model, kernels and trainer in a folder ("": here), the same by
+    any Python; comments and docstrings do not count."""
     code = []
     for file in (f"model_{model}.py", "kernels.py", "train.py"):
         tree = ast.parse((Path(folder or ROOT) / file).read_text(encoding="utf-8"))
@@ -109,8 +109,19 @@ def source_hash(model, folder=""):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 if ast.get_docstring(node) is not None:
                     del node.body[0]
-        code.append(ast.unparse(tree))
+        code.append(outline(tree))
     return hashlib.sha256(repr(code).encode()).hexdigest()[:8]
+
+
+def outline(node):
+    """A syntax tree as nested lists; what ast.unparse and ast.dump print depends on Python."""
+    if isinstance(node, list):
+        return [outline(part) for part in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = [[name, outline(value)] for name, value in ast.iter_fields(node)
+             if value is not None and value != []]
+    return [type(node).__name__, *parts]
 
 
 def same_code(old):

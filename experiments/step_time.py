@@ -23,9 +23,11 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from experiments.run import machine
 from prepare_fineweb import configure, guard, help_text, need
 
 import torch
@@ -42,8 +44,10 @@ _defaults = {"rounds": rounds, "gpt": gpt, "eager": eager, "profile": profile,
 
 
 def trained(flags):
-    """The globals of train.py with these flags, after three steps."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    """The globals of train.py with these flags, after three steps; it writes no checkpoint, which
+    has gigabytes on a GPU."""
+    keep = mock.patch("sample.write_checkpoint", lambda path, content: None)
+    with keep, tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         sys.argv = ["train.py", "--eval_tokens=1", "--sample_tokens=0", *flags,
                     f"--out_dir={folder}", "--max_iters=3"]
         run = runpy.run_path(str(ROOT / "train.py"), run_name="step_time")
@@ -175,7 +179,8 @@ def main(argv):
     if options["json_file"]:
         result = {"model": run["model"], "seconds": times, "tokens": run["batch_tokens"],
                   "config": vars(run["model_config"]), "compile": run["compile"],
-                  "dtype": run["dtype"], "device": run["device"], "torch": torch.__version__,
+                  "dtype": run["dtype"], "device": run["device"],
+                  "machine": machine(run["device"]), "torch": torch.__version__,
                   "threads": torch.get_num_threads(), "rounds": options["rounds"]}
         with open(options["json_file"], "a") as file:
             file.write(json.dumps(result) + "\n")

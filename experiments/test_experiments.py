@@ -612,6 +612,12 @@ class A:
     assert len(hashes) == 9                                    # three codes in each of three files
 
 
+def test_source_hash_is_the_same_by_every_python(lab):
+    for file in ("model_toy.py", "kernels.py", "train.py"):
+        (lab / file).write_text("""def f(x, *, y=-1.5):\n    return f"{x['a']!r:>{y}} " 'it"s'\n""")
+    assert runner.source_hash("toy") == "437ce40f"
+
+
 def test_the_commit_of_a_run_is_dirty_by_code_and_not_by_results(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
