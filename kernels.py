@@ -559,13 +559,14 @@ def linear_cross_entropy_op(x: Tensor, weight: Tensor, targets: Tensor, softcap:
     d_weight.zero_()
     x = x.to(dtype)
     V = weight.shape[0]
-    rows = max(256, 2**21 // V)    # of a chunk
-    turn = cross_entropy_torch
     if use_triton(x, weight):
-        rows = max(1024, 2**26 // V // 64 * 64)
+        rows = max(1024, 2**26 // V // 64 * 64)    # of a chunk
         turn = cross_entropy_triton
         weight = padded_rows(weight, dtype)
-    weight = weight.to(dtype)
+    else:
+        rows = max(256, 2**21 // V)
+        turn = cross_entropy_torch
+        weight = weight.to(dtype)
     for start in range(0, x.shape[0], rows):
         part = slice(start, start + rows)
         z = x[part] @ weight.T    # (rows, V), 0 in the columns beyond
@@ -585,6 +586,8 @@ def padded_rows(weight, dtype):
     the head took half of a training step.
     """
     V, d = weight.shape
+    if V % 64 == 0:
+        return weight.to(dtype)
     padded = weight.new_zeros(64 * math.ceil(V / 64), d, dtype=dtype)
     padded[:V] = weight
     return padded

@@ -1069,7 +1069,8 @@ def every_operation(table, s, x, v, gate, core):
     ones = torch.ones(1, 2)
     raw, picks = kernels.tucker_topk(t, t.flip(3), ones, ones, core, 3, 4)
     y = y + kernels.gather_sum(table, picks[:, 0], raw[:, 0])
-    bank = kernels.gather_rows(table, torch.arange(0, 20, 2, device=table.device)).view(10, 1, 2, -1)
+    every_other = torch.arange(0, 20, 2, device=table.device)
+    bank = kernels.gather_rows(table, every_other).view(10, 1, 2, -1)
     mixed = kernels.mix_values(v, bank, indices[:, 0] % 10, gate)
     loss = kernels.linear_cross_entropy(y, table[:20], indices[:, 0] % 21 - 1, 5.0)
     return y.sum() + mixed.square().sum() + loss

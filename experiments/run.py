@@ -47,7 +47,8 @@ class Options:
     seeds: int = -1             # seeds per variant; -1: the experiment's number
     only: str = ""              # comma list of variants; "": all
     dataset: str = ""           # data folder; "": what the experiment's `prepare` makes
-    jobs: int = 1               # runs at once; with more than one, each gets its share of the cores
+    jobs: int = 1               # runs at once; of more than one each gets its share of the cores
+                                # and no torch.compile
     table_only: bool = False    # run nothing, make table and picture from the results there are
 
 
@@ -378,6 +379,7 @@ def start(run, opt):
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
         env["OMP_NUM_THREADS"] = str(max(1, cores // opt.jobs))
+        flags.append("--compile=0")
     command = [sys.executable, "train.py", *flags]
     linux = sys.platform == "linux"
     with open(folder / "train.log", "a") as log:
