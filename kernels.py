@@ -1197,9 +1197,10 @@ def row_sums_triton(grad, indices, weights, blocks, n_blocks, order, n_rows, dty
 
 
 # ================================================================ Triton path: the head
-# One program owns one token. It walks over the V logits in blocks for their maximum and the sum of
+# One program owns one token. It walks over its V logits in blocks for their maximum and the sum of
 # exponentials, and once more (they are in the cache now) to put softmax - target in their place, in
-# the pattern of the first walk: no thread reads what another one wrote.
+# the pattern of the first walk: no thread reads what another one wrote. It reads whole rows of z,
+# `width` numbers: bounded by a V such as 50,257 it would load them one by one.
 @jit
 def logit(pointer, mask, softcap, CAPPED: tl.constexpr):
     z = load(pointer, mask)
@@ -1217,9 +1218,9 @@ def cross_entropy_kernel(z, targets, losses, V, width, softcap, CAPPED: tl.const
     at_target = logit(z + target, target >= 0, softcap, CAPPED)
     largest = -float("inf")
     total = 0.0
-    for first in range(0, V, BLOCK):
+    for first in range(0, width, BLOCK):
         c = first + tl.arange(0, BLOCK)
-        s = logit(z + c, c < V, softcap, CAPPED)
+        s = logit(z + c, c < width, softcap, CAPPED)
         s = tl.where(c < V, s, -float("inf"))
         larger = tl.maximum(largest, tl.max(s, 0))
         total *= tl.exp(largest - larger)
@@ -1229,17 +1230,18 @@ def cross_entropy_kernel(z, targets, losses, V, width, softcap, CAPPED: tl.const
     tl.store(losses + row, tl.where(target >= 0, lse - at_target, 0.0))
     if GRADIENT:
         tl.debug_barrier()    # every thread has read the target's logit
-        for first in range(0, V, BLOCK):
+        for first in range(0, width, BLOCK):
             c = first + tl.arange(0, BLOCK)
-            s = logit(z + c, c < V, softcap, CAPPED)
+            s = logit(z + c, c < width, softcap, CAPPED)
             g = tl.exp(s - lse) - tl.where(c == target, 1.0, 0.0)
             if CAPPED:
                 g *= 1 - (s / softcap) * (s / softcap)
-            tl.store(z + c, tl.where(target >= 0, g, 0.0), mask=c < V)
+            tl.store(z + c, tl.where((target >= 0) & (c < V), g, 0.0), mask=c < width)
 
 
 def cross_entropy_triton(z, targets, softcap, gradient):
-    """As cross_entropy_torch."""
+    """As cross_entropy_torch. z may be the first V columns of wider rows; with gradient the others
+    become 0."""
     rows, V = z.shape
     losses = z.new_empty(rows, dtype=torch.float32)
     launch(

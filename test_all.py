@@ -899,6 +899,19 @@ def test_kernels_linear_cross_entropy_equals_the_definition(backend, softcap, mo
     close([loss, d_x, *d_padded.split((9, 3))], [*expected, torch.zeros(3, 4)], 1e-12)
 
 
+@no_triton
+@parametrize("softcap", [0.0, 2.0])
+def test_kernels_cross_entropy_of_wider_rows_leaves_zeros_beyond_the_vocabulary(softcap):
+    wide, = normal((5, 24), dtype=torch.float32)
+    z = wide[:, :9].clone()
+    wide[:, 9:] = 0
+    targets = torch.tensor([3, -1, 0, 8, 5])
+    expected = kernels.cross_entropy_torch(z, targets, softcap, True)
+    assert_close(kernels.cross_entropy_triton(wide[:, :9], targets, softcap, True), expected)
+    assert_close(wide[:, :9], z)
+    assert not wide[:, 9:].any()
+
+
 def test_kernels_linear_cross_entropy_where_only_one_of_the_two_learns():
     x, weight, targets = head_inputs(torch.float32)
     expected = forward_and_gradients(lambda x, w: slow_cross_entropy(x, w, targets), x, weight)
