@@ -2087,10 +2087,10 @@ def test_lime_keeps_no_more_than_the_buffer_of_keys_and_values(router):
 @slow
 def test_lime_compiles_without_graph_breaks_and_keeps_its_memory_bound():
     kept, plain = (
-        saved_bytes(torch.compile(make("lime", n_layer=6, router=router), fullgraph=True),
+        saved_bytes(torch.compile(make("lime", n_layer=4, router=router), fullgraph=True),
                     some_tokens(4, 64))
         for router in ("static", "none"))
-    assert kept - plain <= 1.1 * 2 * 6 * 256 * 32 * 4          # times the buffer
+    assert kept - plain <= 1.1 * 2 * 4 * 256 * 32 * 4          # times the buffer
 
 
 @parametrize("lr, decay", [(10.0, 0.0), (3.0, 0.05)])
