@@ -66,6 +66,7 @@ seed = 1337                   # of the generator
 overwrite = False             # write anew where a finished folder is
 operands = "6"                # arithmetic: one number or several, 4,5,6
 max_value = 99                # arithmetic: the largest integer
+nodes = 23                    # prosqa: of a graph; the published ones have about as many
 val = ""                      # prosqa: a published .json or .json.xz to hold out; empty: generated
 tokenizer = "words"           # prosqa: words | gpt2 | bytes | a tokenizer.json
 source = "fineweb_edu"        # facts, domains: fineweb_edu, or a file or folder with texts
@@ -219,7 +220,7 @@ def poisson(rate, rng):
     return count
 
 
-def random_graph(rng, nodes=23):
+def random_graph(rng, nodes):
     """Edges (parent, child), parent < child, and each node's label: bit 0 if it descends from
     node 0, bit 1 if from node 1."""
     labels = [1, 2]
@@ -267,10 +268,10 @@ def paths_to_leaves(edges, labels, root):
     return paths
 
 
-def prosqa_sample(rng):
+def prosqa_sample(rng, nodes=23):
     """{"question", "answer", "steps"} as in the published files."""
     while True:
-        edges, labels = random_graph(rng)
+        edges, labels = random_graph(rng, nodes)
         ends = [paths_to_leaves(edges, labels, root) for root in (0, 1)]
         steps = [max(map(len, paths.values()), default=1) - 1 for paths in ends]
         root = max((0, 1), key=lambda root: (steps[root], rng.random()))    # with the longer path
@@ -311,6 +312,7 @@ def read_prosqa(path):
 
 def prosqa(c, folder):
     """Records into folder -> settings for prepare()"""
+    need(8 <= c.nodes <= 40, f"nodes={c.nodes}: must be from 8 to 40")
     rng = random.Random(c.seed)
     name = c.tokenizer
     if name == "words":
@@ -319,8 +321,10 @@ def prosqa(c, folder):
         words = ["Every", "is", "a", "or", "Is", "###", *".?\n"]
         save_word_tokenizer(name, [*words, *NAMES, *CONCEPTS])
     tok = get_tokenizer(str(name))
-    held_out = read_prosqa(c.val) if c.val else (prosqa_sample(rng) for _ in range(c.val_samples))
-    generated = (prosqa_sample(rng) for _ in range(c.samples))
+    held_out = (prosqa_sample(rng, c.nodes) for _ in range(c.val_samples))
+    if c.val:
+        held_out = read_prosqa(c.val)
+    generated = (prosqa_sample(rng, c.nodes) for _ in range(c.samples))
     splits = {"train": [], "val": []}
     taken = set()
     block_size = 0

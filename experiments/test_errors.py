@@ -667,6 +667,7 @@ tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 -  prosqa --val=dict.json  dict.json, sample 0 has no 'question'
 -  prosqa --val=nowhere  nowhere
 -  prosqa --samples=0  samples=0
+-  prosqa --nodes=5  nodes=5: must be from 8 to 40
 -  accuracy --out_dir=nowhere  no checkpoint nowhere
 -  accuracy  no checkpoint
 -  accuracy --out_dir=run  data is no task's data folder

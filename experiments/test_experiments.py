@@ -679,7 +679,7 @@ def test_an_experiment_here_fits_its_models(path, scale):
         chosen = runner.settings(exp, scale, name)
         config = model_config(exp, scale, name)
         assert chosen.keys() <= keys | vars(config).keys(), name
-        row = {"cpu": 355, "gpu": 589}[scale] if path.stem == "lime_prosqa" else 256
+        row = {"cpu": 150, "gpu": 589}[scale] if path.stem == "lime_prosqa" else 256
         assert chosen["batch_tokens"] % chosen.get("block_size", row) == 0
         start = str(chosen.get("init_from", ""))
         if start.startswith("@"):                              # also of another experiment
@@ -706,7 +706,7 @@ def test_tables_on_a_cpu_are_long_enough():
             chosen = runner.settings(exp, scale, name)
             tokens = chosen["max_iters"] * chosen["batch_tokens"]
             shorter = re.search("untouched|x1/", name)
-            assert chosen["batch_tokens"] >= 4096
+            assert chosen["batch_tokens"] >= 4096 or path.stem == "lime_prosqa"
             assert tokens >= least or shorter, (path, name)
             recipe = sample.load_module(chosen["model"]).RECIPE
             optimizer = chosen.get("optimizer") or next(iter(recipe))
