@@ -105,6 +105,9 @@ class Config:
         share = self.generic == -1 or 0 <= self.generic <= 1
         self.check(share, "generic", "must be between 0 and 1, or -1 (automatic)")
         self.check(self.memory_lr > 0, "memory_lr", "must be positive")
+        self.check(self.rope_base > 0, "rope_base", "must be positive")
+        four = re.fullmatch(r"([0-9.]+(:[0-9.]+){3})?", self.rope_scaling)
+        self.check(four, "rope_scaling", "give factor:low:high:context, like 32:1:4:8192")
         self.check(self.bank_device in ("device", "cpu"), "bank_device", "choose device or cpu")
         self.check_memory()
 

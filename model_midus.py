@@ -32,6 +32,7 @@ Table 11's structures.
     python train.py --model=midus --upscale=midus --phase=cpt --init_from=out/midus-d4-dense
 """
 import math
+import re
 import zlib
 from dataclasses import dataclass
 
@@ -80,8 +81,13 @@ class Config:
             self.n_kv_head = self.n_head
         if self.n_inner == -1:
             self.n_inner = 4 * self.n_embd
+        sizes = "vocab_size block_size n_layer n_head n_kv_head n_embd n_inner n_keys"
+        for name in sizes.split():
+            self.check(getattr(self, name) > 0, name, "must be at least 1")
         if self.r == -1:
             self.r = self.head_dim
+        self.check(self.r > 0, "r", "must be at least 1")
+        self.check(self.rope_base > 0, "rope_base", "must be positive")
         if self.inserted == -1:
             self.inserted = 0 if self.upscale == "base" else max(1, self.n_layer // 2)
         if self.upscale not in ("midus", "base"):
@@ -98,6 +104,8 @@ class Config:
         self.check(1 <= self.top_k <= self.n_keys ** 2, "top_k n_keys", "needs top_k <= n_keys^2")
         self.check(self.value_lr > 0, "value_lr", "must be more than 0")
         if self.rope_scaling:
+            four = re.fullmatch(r"[0-9.]+(:[0-9.]+){3}", self.rope_scaling)
+            self.check(four, "rope_scaling", "give factor:low:high:context, like 32:1:4:8192")
             factor, low, high, context = map(float, self.rope_scaling.split(":"))
             self.check(low < high, "rope_scaling", "factor:low:high:context needs low < high")
         if self.upscale == "base":

@@ -83,8 +83,15 @@ class Config:
         experts of which 8 are used."""
         d, L = self.n_embd, self.n_layer
         memory = memory_class(self.memory)
-        for name in ("n_layer", "n_head", "n_embd", "n_keys", "heads", "top_k", "value_dim"):
-            self.check(getattr(self, name) != 0, name, "must be at least 1")
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            self.check(getattr(self, name) > 0, name, "must be at least 1")
+        for name in ("n_keys", "heads", "top_k", "key_dim", "value_dim", "virtual"):
+            value = getattr(self, name)
+            self.check(value > 0 or value == -1, name, "must be at least 1, or -1 (automatic)")
+        self.check(self.pre_value_dim >= -1, "pre_value_dim", "must be 0 or more, or -1")
+        self.check(self.rope_base > 0, "rope_base", "must be positive")
+        for name in ("value_lr", "balance_loss"):
+            self.check(getattr(self, name) >= 0, name, "must not be negative")
         self.check(d % (2 * self.n_head) == 0, "n_embd n_head",
                    "n_embd must be a multiple of 2*n_head")
         self.check(self.value_lr_until > 0, "value_lr_until", "must be more than 0")
@@ -435,6 +442,9 @@ class UltraMemV2(nn.Module):
     @staticmethod
     def check(c):
         c.check(c.init in ("published", "appendix"), "init", "choose published or appendix")
+        c.check(c.value_dim % CORES == 0, "value_dim",
+                f"must be a multiple of {CORES}, a slice for each Tucker core")
+        c.check(c.top_k <= c.m_key ** 2, "top_k n_keys", "needs top_k <= n_keys^2")
         layers = len(c.added_after)
         if c.share:
             kind, _, g = c.share.partition(":")

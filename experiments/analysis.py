@@ -85,7 +85,8 @@ def states(model, idx):
 
     def keep(kind):
         def hook(module, inputs, output):
-            output = output[-1] if isinstance(output, tuple) else output
+            if isinstance(output, tuple):                      # a router's k, v; UltraMem's x, ..
+                output = output[-1 if kind == "values" else 0]
             found[kind].append(output.flatten(2).float())
         return hook
 
@@ -320,6 +321,7 @@ def prompt(model, tok, folder, c):
     without memories; and if there are some, with those that the first 8, 16, ... tokens ask for,
     all of the first half in the end, and with those of the sequence's leaf, which was found from
     512 tokens around it. "same leaf": the share that fetch these."""
+    need(hasattr(model.config, "clusters"), "`prompt` is for --model=hiermem")
     data = TokenShards(folder, "val", model.config.block_size)
     x, y = data.batch(range(data.n_windows))
     kept = (x[:, 1:] != tok.eot).all(1).nonzero()[:c.sequences * 4, 0]
@@ -499,7 +501,8 @@ def slot_use(model, tok, folder, c):
     tokens = 0
     for x, _ in windows(model, folder, c):
         seen = model.inspect(x)
-        need("use" in seen, "`slots` is for models with memory slots whose inspect() returns their "
+        by_head = "use" in seen and seen["use"][1] == ("layer", "head", "slot")
+        need(by_head, "`slots` is for models with memory slots whose inspect() returns their "
              "use, such as --model=midus")
         use = use + seen["use"][0].double().cpu() * x.size(1)   # (layer, head, slot)
         tokens += x.size(1)

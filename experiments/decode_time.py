@@ -44,12 +44,14 @@ def measure(model, batch_size, length, steps, device, cached):
 
 
 def main(argv):
-    c, _ = options(argv, globals())
+    c, others = options(argv, globals())
     need(c.out_dir, "out_dir: which run? --out_dir=out/move-d4")
+    need(not others, f"no file or command, not {others}")
     need(c.steps >= 2, f"steps={c.steps}: must be at least 2")
     device = pick_device(c.device)
     model, _, _ = load_model(c.out_dir, device)
     block_size = model.config.block_size
+    need(c.steps < block_size, f"steps={c.steps}: the run's context is {block_size} tokens")
     lengths = {max(1, n) for n in (block_size // 8, block_size // 2, block_size - c.steps)}
     print("batch  context  prefill ms | cached: ms/token  tokens/s | not: ms/token  tokens/s")
     for batch_size in (1, 8):

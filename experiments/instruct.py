@@ -69,6 +69,10 @@ def main(argv):
     need(c.source and not extra, "give --source=FILE, a file of instructions, and options only")
     need(c.overwrite or not Path(c.out).exists(),
          f"{c.out} is there already: --overwrite=True writes it anew, --out= elsewhere")
+    folder = Path(f"{c.out}_records")
+    source = Path(c.source).resolve()
+    need(folder.resolve() not in (source, *source.parents),
+         f"source={c.source} lies in {folder}, which is written anew: --out= elsewhere")
     records = [to_record(row, where) for row, where in read_records(Path(c.source))]
     records = [record for record in records if record["answer"]]
     need(c.tokenizer != "bpe", "tokenizer=bpe: it must be the one that the model was trained with, "
@@ -76,7 +80,6 @@ def main(argv):
     short = short_enough(records, get_tokenizer(c.tokenizer), c.block_size)
     need(short or not records, f"block_size={c.block_size}: all records are longer")
     print(f"{len(short):,} of {len(records):,} records fit into {c.block_size} tokens")
-    folder = Path(f"{c.out}_records")
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "train.jsonl", short)
     prepare(source=str(folder), tokenizer=c.tokenizer, out=c.out, block_size=c.block_size,

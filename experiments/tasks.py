@@ -304,9 +304,12 @@ def read_prosqa(path):
         found = json.loads(read_text(path))
     except (ValueError, EOFError, lzma.LZMAError) as error:     # these do not name the file
         raise ConfigError(f"{path} cannot be read: {error}") from None
+    need(isinstance(found, list), f"{path} holds no list of samples")
     for n, sample in enumerate(found):
-        for key in ("question", "answer", "steps"):
+        for key, kind in (("question", str), ("answer", str), ("steps", list)):
             need(isinstance(sample, dict) and key in sample, f"{path}, sample {n} has no {key!r}")
+            good = isinstance(sample[key], kind)
+            need(good, f"{path}, sample {n}: {key!r} is no {kind.__name__}")
     return found
 
 
@@ -715,6 +718,9 @@ def write_task(name, c):
     need(c.overwrite or not folder.exists(),
          f"{folder} is there already: --overwrite=True writes it anew, --out= elsewhere")
     records = folder.with_name(folder.name + "_records")
+    source = Path(c.source).resolve()
+    need(records.resolve() not in (source, *source.parents),
+         f"source={c.source} lies in {records}, which is written anew: --out= elsewhere")
     prepare(source=records, out=folder, overwrite=True, **TASKS[name](c, records))
     if name == "facts":
         write_questions(c, folder)

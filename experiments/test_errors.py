@@ -210,6 +210,21 @@ CASES = r"""
 -  --n_head=3  n_embd=64, n_head=3
 -  --n_head=0  n_head=0: must be at least 1
 -  --memory=ring  memory='ring'
+-  --model=midus --n_head=0  n_head=0: must be at least 1
+-  --model=midus --n_inner=0  n_inner=0: must be at least 1
+-  --model=midus --r=-2  r=-2: must be at least 1
+-  --model=midus --rope_scaling=8  rope_scaling='8': give factor:low:high:context
+-  --model=hiermem --rope_scaling=x  rope_scaling='x': give factor:low:high:context
+-  --model=hiermem --rope_base=-1  rope_base=-1.0: must be positive
+-  --model=lime --rope_base=0  rope_base=0.0: must be positive
+-  --model=lime --router_lr=-2  router_lr=-2.0: must not be negative
+-  --model=lime --kv_init=-1  kv_init=-1.0: must not be negative
+-  --model=ultramem --value_dim=3  value_dim=3: must be a multiple of 2
+-  --model=ultramem --value_dim=-2  value_dim=-2: must be at least 1, or -1
+-  --model=ultramem --pre_value_dim=-2  pre_value_dim=-2: must be 0 or more
+-  --model=ultramem --n_layer=-1  n_layer=-1: must be at least 1
+-  --model=ultramem --n_keys=3  needs top_k <= n_keys^2
+-  --model=ultramem --value_lr=-2  value_lr=-2.0: must not be negative
 -  --gate_v=7  gate_v=7
 -  --memory_scale=-1  memory_scale=-1.0
 -  nowhere.py  no config file nowhere.py
@@ -664,7 +679,7 @@ tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 -  arithmetic --out=run --overwrite=True  run holds something else than data
 -  arithmetic --seed=x  --seed wants a whole number
 -  prosqa --val=text.jsonl  text.jsonl cannot be read
--  prosqa --val=dict.json  dict.json, sample 0 has no 'question'
+-  prosqa --val=dict.json  dict.json holds no list of samples
 -  prosqa --val=nowhere  nowhere
 -  prosqa --samples=0  samples=0
 -  prosqa --nodes=5  nodes=5: must be from 8 to 40
@@ -681,6 +696,10 @@ tree/meta.json: c["clusters"] = "8,x"  split --dataset=tree  clusters
 -  domains --source=text.jsonl --pairs=nowhere  pairs=nowhere: has no .jsonl
 a.json = b'[{"question": "x"'  prosqa --val=a.json  a.json cannot be read: Expecting
 a.json = b'[3]'  prosqa --val=a.json  a.json, sample 0
+a.json = b'5'  prosqa --val=a.json  a.json holds no list of samples
+a.json = b'[{"question": "?", "answer": 5, "steps": []}]'  prosqa --val=a.json  'answer' is no str
+a_records = b""  facts --source=a_records --out=a --overwrite=True
+    source=a_records lies in a_records, which is written anew
 a.json = b'[]'  prosqa --val=a.json  too few different documents
 a.json.xz = b"no xz"  prosqa --val=a.json.xz  a.json.xz cannot be read
 a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records with a text
@@ -701,6 +720,7 @@ a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records w
 -  retrieval  for --model=hiermem
 tree/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1  retrieval --runs=bank  is the tree
 -  blocking  for --model=hiermem
+-  prompt  for --model=hiermem
 -  rag  retriever.npz is missing
 -  rag --runs=bank --datastore=0  datastore
 -  blimp --blimp=nowhere  nowhere has no determiner
@@ -717,6 +737,7 @@ tree/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1  retrieval --runs=ba
 -  --source=text.jsonl  record 1: a record must have texts 'instruction'
 -  --source=image.png  image.png is not, or does not hold
 -  --source  --source needs a value
+a_records = b""  --source=a_records --out=a  source=a_records lies in a_records, which is written
 a.json = b"["  --source=a.json  a.json cannot be read
 a.json = b"[3]"  --source=a.json  a.json, record 1
 a.json = b"[]"  --source=a.json  holds no text
@@ -744,6 +765,8 @@ a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --out=text.js
 run/ckpt.pt: c["model"]["embed.weight"][:] = nan  --out_dir=run  output is not a number
 -  --out_dir=run --steps=1  steps=1: must be at least 2
 -  --out_dir=run --device=x  device=x: choose
+-  --out_dir=run --steps=99  steps=99: the run's context is 32 tokens
+-  --out_dir=run blah  no file or command, not ['blah']
 -  run  which run? --out_dir=
 # experiments/bank_size.py
 -  --blocks=41  blocks=41: must be 42 or more
@@ -763,6 +786,10 @@ run/ckpt.pt: c["model"]["embed.weight"][:] = nan  --out_dir=run  output is not a
 -  --sizes=a,b  sizes
 -  --sizes=0,4  n_keys=0
 -  --device=x  device=x: choose cpu or cuda
+-  --device=cuda:99  device=cuda:99
+-  --steps=0  steps=0: must be at least 1
+-  --batch=0  batch=0: must be at least 1
+-  --n_embd=32  n_embd=32: must be a multiple of 64
 -  file  no file is wanted
 # experiments/speedrun.py
 -  --track=tpu  track=tpu: choose cpu or gpu

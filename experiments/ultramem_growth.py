@@ -27,6 +27,7 @@ from kernels import (LazyAdam, clip_grads, gather_dot, gather_sum, keep_coalesce
                      tune_cpu)
 from model_ultramem import Config, Model
 from prepare_fineweb import guard, need
+from sample import pick_device
 
 # -------------------------------------------------------------------------- settings: --key=value
 sizes = "512,1024,2048"       # n, row (and column) keys
@@ -164,6 +165,10 @@ def main(argv):
     globals().update(vars(c))
     need(not others, f"no file is wanted, not {others}")
     need(device in ("cpu", "cuda"), f"device={device}: choose cpu or cuda")
+    pick_device(device)                                # says so if it is not there
+    for key in ("batch", "block_size", "steps"):
+        need(getattr(c, key) >= 1, f"{key}={getattr(c, key)}: must be at least 1")
+    need(n_embd > 0 and n_embd % 64 == 0, f"n_embd={n_embd}: must be a multiple of 64")
     need(re.fullmatch("[0-9]+(,[0-9]+)*", sizes), f"sizes={sizes}: whole numbers, by commas")
     ns = [int(n) for n in sizes.split(",")]
     need(ns == sorted(set(ns)) and len(ns) > 1, "sizes must be two or more whole numbers that grow")
