@@ -38,9 +38,9 @@ def wait(device):
 
 
 def medians(functions, device, rounds=15):
-    """Milliseconds per call; the functions take turns, two turns to warm up and as many as asked
-    for, but after three seconds at most those that there are, three at least. On CUDA a sample is
-    five calls in a row, so that launches overlap the work."""
+    """Milliseconds per call. The functions take turns: two to warm up, then `rounds`, or fewer (at
+    least three) where those take longer than three seconds. On CUDA a sample is five calls in a
+    row, so that launches overlap the work."""
     calls = 5 if device == "cuda" else 1
     samples = [[] for _ in functions]
     began = time.perf_counter()

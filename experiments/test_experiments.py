@@ -569,7 +569,7 @@ def test_a_trend_is_taken_at_evaluations_near_the_quarters(steps, expected):
     assert runner.trend("val_loss", rows, "A", "B") == "-, -, -"
 
 
-def test_cores_are_shared_by_the_runs_at_once(lab, monkeypatch):
+def test_runs_at_once_share_the_cores_and_are_not_compiled(lab, monkeypatch, capsys):
     monkeypatch.setattr(runner.os, "sched_getaffinity", lambda process: range(7), raising=False)
     path = experiment(lab, STARTED)
     for jobs in (1, 3, 9):
@@ -578,6 +578,7 @@ def test_cores_are_shared_by_the_runs_at_once(lab, monkeypatch):
         runner.main(path, [f"--jobs={jobs}", "--only=standard", "--seeds=1"])
     threads = (lab / "threads.txt").read_text().split()
     assert threads == [str(os.environ.get("OMP_NUM_THREADS")), "2", "1"]
+    assert capsys.readouterr().out.count("--compile=0") == 2
 
 
 def test_a_cpu_has_its_name_where_the_system_tells(monkeypatch):
