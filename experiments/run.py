@@ -372,7 +372,6 @@ def start(run, opt):
         model = run.flags[0]
         flags = [model, "--init_from=resume"]
     flags.append(f"--out_dir={run.folder}")
-    print("$ python train.py", shlex.join(flags), flush=True)
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if opt.jobs > 1:
         cores = os.cpu_count()
@@ -380,6 +379,7 @@ def start(run, opt):
             cores = len(os.sched_getaffinity(0))
         env["OMP_NUM_THREADS"] = str(max(1, cores // opt.jobs))
         flags.append("--compile=0")
+    print("$ python train.py", shlex.join(flags), flush=True)
     command = [sys.executable, "train.py", *flags]
     linux = sys.platform == "linux"
     with open(folder / "train.log", "a") as log:
