@@ -9,7 +9,8 @@ a bank. And as in the paper, whose figure shows rows A2, B2 and C2, a trained an
 with a bank, beside one that goes on without: these two have seen every mention twice. Generic
 blocks take 1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be
 1 of 3. At scale cpu the first level of the tree is to part the facts from the prose, and the second
-has a leaf for each of their 16 domains.
+has a leaf for each of their 16 domains; the rates are the best of hiermem_rates.py, whose model has
+7 layers.
 
 `python experiments/hiermem_longtail.py` then asks the models with a bank again, with the generic
 blocks and with none, which they were never trained for, reports how many prompts take their
@@ -33,17 +34,22 @@ prepare = dict(
     gpu="experiments/tasks.py facts --clusters=16,16 --text_chars=400000000 "
         "--per_bucket=3328,1664,832,208,48 --vocab_size=16384 --out=data/longtail_gpu")
 cpu = dict(depth=4, n_embd=128, batch_tokens=4096, max_iters=2000, eval_interval=500,
-           eval_tokens=131072, sample_tokens=0, warmup=0.1)     # 8.2M tokens, one epoch
+           eval_tokens=131072, sample_tokens=0, warmup=0.1,     # 8.2M tokens, one epoch
+           learning_rate=1e-2)
 gpu = dict(depth=12, batch_tokens=131072, max_iters=800, eval_interval=100, sample_tokens=0,
            warmup=0.125)
 bank = dict(memory="ffn", generic=1 / 17, cpu=dict(ranks="24,64"), gpu=dict(ranks="128,320"))
-later = dict(init_from="@anchor", weight_decay=1e-3)            # A.2
+later = dict(init_from="@anchor", weight_decay=1e-3,            # A.2
+             cpu=dict(learning_rate=5e-3), gpu=dict(learning_rate=1e-4, min_lr=1e-5))
+co_trained = dict(later, memory="ffn", generic=1 / 17,
+                  cpu=dict(later["cpu"], ranks="24,64", memory_lr=2.0),
+                  gpu=dict(later["gpu"], ranks="128,320"))
 variants = {                                                    # a fetch of 9 to 10%
     "anchor": (dict(dense=True), None),
     "wider": (dict(dense=True, cpu=dict(n_inner=600), gpu=dict(n_inner=3520)), None),
     "memories": (bank, None),
     "anchor continued": (dict(later, dense=True), None),
-    "co-trained": (dict(bank, **later, cpu=dict(bank["cpu"], memory_lr=2.0)), None),
+    "co-trained": (co_trained, None),
 }
 baseline = {"wider": "anchor", "memories": "anchor", "co-trained": "anchor continued"}
 also = ("val_bpb", *(f"recall_{m}" for m in MENTIONS))
