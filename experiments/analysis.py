@@ -3,7 +3,7 @@
     python experiments/analysis.py NAME --runs=out/A,out/B
 
 LIMe (sections 5.3 and 5.5, Appendix D):
-    entropy         Renyi entropy of values and hidden states
+    entropy         Renyi entropy of values and hidden states; --standardise=False as printed
     separability    of is, are, was, were, by a linear classifier
     blimp           grammatical or not? by a linear classifier, --blimp=FOLDER
 MIDUS (Figure 3):
@@ -18,8 +18,10 @@ Hierarchical memories:
 Any model:
     parts           the loss without one layer's attention, FFN or memory
 
-Values are what a layer's attention sums up, after a router or another memory has mixed them;
-hidden states are what its block puts out. A head's importance is the mean over windows of
+Values are what W_V puts out; mixed values are what attention sums up, after a router or another
+memory. The paper records the former and also speaks of "gathered" ones; in LLaMA they are the same.
+Hidden states are what a block puts out. The entropy is of order 1/2 (the paper prints none), of
+features with mean 0 and variance 1 (the paper's are as they are). A head's importance is the mean over windows of
 |sum over t of a_ht . dl/da_ht|, where l is the window's summed loss, or that of its answers to
 prompts. Writes analysis_NAME.png and analysis_NAME.json into the first run's folder. Runs that are
 compared must have been trained on the same tokens.
@@ -46,9 +48,11 @@ dataset = ""                  # data folder; empty: the one that the first run w
 sequences = 64                # validation windows (of hierarchical memories: four times as many)
 datastore = 20000             # rag: training texts to retrieve from
 occurrences = 1100            # separability: of each word
+standardise = True            # entropy: of features with mean 0 and variance 1
 blimp = ""                    # folder of BLiMP's PARADIGM.jsonl or .jsonl.xz
 device = "cpu"                # cpu | cuda
 # ----------------------------------------------------------------
+KINDS = ("values", "mixed values", "hiddens")
 WORDS = ("is", "are", "was", "were")
 BLIMP = (                     # Appendix D's ten, in its order
     "determiner_noun_agreement_with_adj_irregular_1", "complex_NP_island",
@@ -70,40 +74,40 @@ def while_hooked(hooks):
             hook.remove()
 
 
-def value_module(attention):
-    """The submodule that puts out what the attention sums up: LIMe's router (keys and values),
-    MoVE's memory, or the projection."""
-    for name in ("W_UV", "router", "memory", "W_V"):
+def first_of(attention, *names):
+    """The first of these submodules that an attention has."""
+    for name in names:
         if getattr(attention, name, None) is not None:
             return getattr(attention, name)
 
 
 @torch.no_grad()
 def states(model, idx):
-    """idx (B, T) -> {"values": a list over layers of (B, T, features), "hiddens": likewise}."""
-    found = {"values": [], "hiddens": []}
+    """idx (B, T) -> {kind: a list over layers of (B, T, features)} of the KINDS."""
+    found = {kind: [] for kind in KINDS}
 
     def keep(kind):
         def hook(module, inputs, output):
             if isinstance(output, tuple):                      # a router's k, v; UltraMem's x, ..
-                output = output[-1 if kind == "values" else 0]
+                output = output[0 if kind == "hiddens" else -1]
             found[kind].append(output.flatten(2).float())
         return hook
 
     hooks = []
     for block in model.blocks:
-        hooks.append(value_module(block.attn).register_forward_hook(keep("values")))
-        hooks.append(block.register_forward_hook(keep("hiddens")))
+        projection = first_of(block.attn, "W_UV", "W_V")
+        mixing = first_of(block.attn, "W_UV", "router", "memory", "W_V")
+        for kind, module in zip(KINDS, (projection, mixing, block)):
+            hooks.append(module.register_forward_hook(keep(kind)))
     with while_hooked(hooks):
         model(idx)
     return found
 
 
 def collect(model, rows, pick):
-    """rows: 1-D tensors of token ids -> {"values": over layers [pick(n, z) of every row n],
-    "hiddens": likewise}; z (tokens, features)."""
-    layers = range(len(model.blocks))
-    kept = {"values": [[] for _ in layers], "hiddens": [[] for _ in layers]}
+    """rows: 1-D tensors of token ids -> {kind: over layers [pick(n, z) of every row n]};
+    z (tokens, features)."""
+    kept = {kind: [[] for _ in model.blocks] for kind in KINDS}
     device = next(model.parameters()).device
     for n, row in enumerate(rows):
         for kind, found in states(model, row[None].to(device)).items():
@@ -131,7 +135,7 @@ def renyi_entropy(z, alpha=0.5):
     return float(((p / p.sum()) ** alpha).sum().log() / (1 - alpha))
 
 
-def standardise(pieces):
+def standardised(pieces):
     """Tensors (T_i, features): each feature gets mean 0 and variance 1 over all of them."""
     together = torch.cat(pieces)
     center = together.mean(0)
@@ -140,15 +144,17 @@ def standardise(pieces):
 
 
 def entropy(model, tok, folder, c):
-    """{"values": over layers [entropy of every validation window], "hiddens": likewise}; of a
-    task's rows without the padding."""
+    """{kind: over layers [entropy of every validation window]}; of a task's rows without the
+    padding."""
     rows = []
     for x, y in windows(model, folder, c):
         length = int((y[0] >= 0).nonzero()[-1]) + 1
         rows.append(x[0, :length])
     found = {}
     for kind, layers in collect(model, rows, lambda n, z: z).items():
-        found[kind] = [[renyi_entropy(z) for z in standardise(layer)] for layer in layers]
+        if c.standardise:
+            layers = map(standardised, layers)
+        found[kind] = [[renyi_entropy(z) for z in layer] for layer in layers]
     return found
 
 
@@ -219,7 +225,7 @@ def find_words(folder, tok, block_size, count):
 
 
 def separability(model, tok, folder, c):
-    """Accuracies of the four-way classifier: {"values": over layers [of each fold], "hiddens"}."""
+    """Accuracies of the four-way classifier: {kind: over layers [of each fold]}."""
     rows, places = find_words(folder, tok, model.config.block_size, c.occurrences)
 
     def at_words(n, z):
@@ -249,7 +255,7 @@ def probe_blimp(model, tok, folder, c):
         n = torch.arange(len(rows))
         tasks.append(probe_layers(kept, n % 2, n // 2))
     found = {}
-    for kind in ("values", "hiddens"):
+    for kind in KINDS:
         grid = torch.tensor([task[kind] for task in tasks])     # (tasks, layers, folds)
         found[kind] = grid.mean(0).tolist()
     return found
@@ -591,6 +597,7 @@ def draw_layers(row, run, kinds, label):
         axes.errorbar(range(1, len(means) + 1), means, yerr=deviations, fmt="o-", capsize=3,
                       label=run)
         axes.set(title=kind, xlabel="layer", ylabel=label)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize=8)
         print(f"  {kind}:", *(f"{m:.3f} ± {sd:.3f}" for m, sd in zip(means, deviations)), sep="  ")
 
@@ -703,9 +710,9 @@ def draw_rows(file, found, draw_run, columns, label):
 # ---------------------------------------------------------------- the command
 
 ANALYSES = {                    # what to compute, how to draw a run, in how many panels, of what
-    "entropy": (entropy, draw_layers, 2, "Renyi entropy (nats)"),
-    "separability": (separability, draw_layers, 2, "accuracy"),
-    "blimp": (probe_blimp, draw_layers, 2, "accuracy"),
+    "entropy": (entropy, draw_layers, 3, "Renyi entropy (nats)"),
+    "separability": (separability, draw_layers, 3, "accuracy"),
+    "blimp": (probe_blimp, draw_layers, 3, "accuracy"),
     "importance": (importance, draw_importance, 3, "importance IS_h"),
     "slots": (slot_use, draw_slots, 2, "share of dead slots"),
     "retrieval": (retrieval, draw_losses, 1, "validation loss (nats)"),

@@ -14,8 +14,10 @@ n - 1 operators; the example in LIMe's Appendix B has 7 operands. An answer is r
 
 ProsQA (Hao et al. 2024): does a chain of facts lead from a name to this concept or to that one? An
 answer is right if it ends in the right "### " sentence; guessing gets half, taking the option that
-is farther from the graph's roots nine of ten. Training data is generated; the held-out questions
-may be the published ones. No prompt is in both splits.
+is farther from the graph's roots nine of ten. So there is "true_chains", the share of answers whose
+steps are facts of the prompt, each beginning where the last one ended, the first with the name.
+Training data is generated; the held-out questions may be the published ones. No prompt is in both
+splits.
 
 Facts are invented and mixed into text: 16 domains with words of their own, in each as many things
 that the text mentions 1, 3, 10, 30 and 100 times ("The vorgath at Selmuri show that the nirith
@@ -766,9 +768,23 @@ def result(text):
     return found[-1] if found else None
 
 
+def is_true_chain(question, given):
+    """Texts of a ProsQA question and an answer. Are the steps the question's facts, each beginning
+    where the last one ended, the first with the name asked for?"""
+    known = re.findall(r"(\w+) is a (\w+)", question)
+    steps = re.findall(r"(\w+) is a (\w+)", given.partition("###")[0])
+    at = re.findall(r"Is (\w+) a ", question)[-1]
+    for begin, end in steps:
+        if begin != at or (begin, end) not in known:
+            return False
+        at = end
+    return bool(steps)
+
+
 def accuracy(model, data, tok, batch_size=256):
     """The samples of a task, TokenShards, answered greedily -> {"accuracy": share that is right,
-    "accuracy_6": of those with 6 operands, ...}; of facts recall(), of domains losses_beside()."""
+    "accuracy_6": of those with 6 operands, ...}, of ProsQA also "true_chains"; of facts recall(),
+    of domains losses_beside()."""
     name = data.meta["task"].get("name")
     need(name in TASKS, f"task={name} of meta.json: choose {', '.join(TASKS)}")
     if name == "facts":
@@ -793,6 +809,9 @@ def accuracy(model, data, tok, batch_size=256):
     shares = {"accuracy": mean(sum(right.values(), []))}
     for size, values in sorted(right.items()):
         shares[f"accuracy_{size}"] = mean(values)
+    if name == "prosqa":
+        texts = [(tok.decode(prompt), tok.decode(given)) for prompt, given in zip(prompts, found)]
+        shares["true_chains"] = mean(is_true_chain(*pair) for pair in texts)
     return shares
 
 

@@ -1119,6 +1119,22 @@ def test_prosqa_holds_out_the_published_questions(tmp_path):
     for spoil, right in ((lambda answer: answer, 1), (lambda answer: answer[:9] + answer[-1:], 0)):
         found = tasks.accuracy(parrot(data, spoil), data, tok)
         assert found["accuracy"] == found[f"accuracy_{len(samples[0]['steps'])}"] == right
+        assert found["true_chains"] == right
+
+
+@parametrize("given, true", [
+    ("Fae is a rorpus.\nEvery rorpus is a jompus.\n### Fae is a jompus.", True),
+    ("Fae is a rorpus . \n Every rorpus is a numpus . \n ### Fae is a lempus .", False),
+    ("Fae is a rorpus.\nEvery jompus is a numpus.\n### Fae is a numpus.", False),
+    ("Every rorpus is a jompus.\n### Fae is a jompus.", False),
+    ("Stella is a gerpus.\n### Fae is a gerpus.", False),
+    ("### Fae is a rorpus.", False)])
+def test_a_true_chain_links_facts_of_the_question_from_the_name_on(given, true):
+    question = ("Stella is a gerpus. Every jompus is a numpus. Every rorpus is a jompus. "
+                "Fae is a rorpus. Is Fae a lempus or numpus?\n")
+    assert tasks.is_true_chain(question, given) is true
+    spaced = re.sub(r"([.?])", r" \1 ", question)               # as the word tokenizer decodes it
+    assert tasks.is_true_chain(spaced, given) is true
 
 
 WORDS = {"shop": "bread milk apple price coin scale", "sea/a": "harbour sail mast wave anchor",
@@ -1486,7 +1502,7 @@ def test_entropy_of_equal_and_of_orthogonal_vectors():
     for z, expected in ((orthogonal[[0] * 9], 0), (orthogonal[:16], math.log(16)),
                         (orthogonal[:, :7], math.log(7)), (two, half)):
         assert analysis.renyi_entropy(z) == approx(expected, abs=1e-5)
-    one, other = analysis.standardise([torch.tensor([[1.], [2]]), torch.tensor([[3.]])])
+    one, other = analysis.standardised([torch.tensor([[1.], [2]]), torch.tensor([[3.]])])
     assert one.tolist() == [[-1], [0]]
     assert other.tolist() == [[1]]
 
@@ -1509,7 +1525,7 @@ def test_states_are_those_of_the_forward_pass(name, switches, monkeypatch):
     model = make(name, **switches)
     idx = some_tokens(B=2, T=9)
     module = sample.load_module(name)
-    summed = []
+    summed, projected = [], []
     attend = module.attend
 
     def spy(q, k, v):
@@ -1519,9 +1535,13 @@ def test_states_are_those_of_the_forward_pass(name, switches, monkeypatch):
     monkeypatch.setattr(module, "attend", spy)
     hiddens = []
     for block in model.blocks:
+        last = "W_UV" if switches.get("attention") == "mla" else "W_V"
+        getattr(block.attn, last).register_forward_hook(
+            lambda module, inputs, output: projected.append(output))
         block.register_forward_hook(lambda block, inputs, output: hiddens.append(output))
     states = analysis.states(model, idx)
-    assert_close(states, {"values": summed, "hiddens": hiddens}, rtol=0, atol=0)
+    expected = {"values": projected, "mixed values": summed, "hiddens": hiddens}
+    assert_close(states, expected, rtol=0, atol=0)
     kept = analysis.collect(model, [idx[0], idx[1, :4]], lambda n, z: z[-1] + n)
     for layer, full in zip(kept["hiddens"], states["hiddens"]):
         assert_close(layer[1] - 1, full[1, 3], rtol=0, atol=1e-4)
@@ -1565,7 +1585,7 @@ def analyse(name, run, *flags):
     ("blimp", "--blimp=BLIMP", 5, .5, 1)])
 def test_entropy_and_the_classifiers_are_drawn_and_counted(name, flag, n, low, high, analysed):
     found = analyse(name, analysed / "run", flag.replace("BLIMP", str(analysed / "blimp")))
-    assert found.keys() == {"values", "hiddens"}
+    assert tuple(found) == analysis.KINDS
     for (layer,) in found.values():                            # is or are: the embedding tells
         assert len(layer) == n
         assert low < np.mean(layer) <= high
