@@ -105,7 +105,7 @@ PRESETS = {                       # the 1b ones, with --dense=True and --baselin
     "1b_gqa": dict(n_layer=16, n_embd=2048, n_head=32, n_kv_head=8, n_inner=8192),
     "1b_mha": dict(n_layer=16, n_embd=2048, n_head=32, n_kv_head=32, n_inner=8192),
     "150m": dict(n_layer=12, n_embd=768, n_head=12, n_inner=3072),
-    # Section 5.6; the paper does not print widths, these fit the memory of Table 12.
+    # Section 5.6. The paper prints no width of this one nor of 150m; this fits Table 12's memory.
     "deep128": dict(n_layer=128, n_embd=256, n_head=8, n_inner=896),
 }
 DENSE = dict(router="none")
@@ -361,9 +361,9 @@ class Model(nn.Module):
         return Cache(max_len)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """Routers learn faster than the rest, and do not decay; nor do embedding, head, norms and
-        the static part of hyper-connections. (A dynamic router's W learns at a tenth of
-        a router's rate, and does not decay.)"""
+        """Routers learn faster than the rest, and do not decay; nor, which the paper does not say,
+        do embedding, head, norms and the static part of hyper-connections. (A dynamic router's W
+        learns at a tenth of a router's rate, and does not decay.)"""
         c = self.config
         groups = {                                             # rate, as a ratio, and weight decay
             "router": (c.router_lr, c.router_decay),

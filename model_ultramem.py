@@ -171,8 +171,8 @@ class Config:
 
 
 # Table 10; n_inner from the published launch scripts, which have none for 1b_7b: 7,004 gives the
-# printed 1,079M active parameters without embedding, head and values. Memory+'s D_v is printed as
-# 384, which would give 0.70B; here it is d.
+# printed 1,079M active parameters without embedding, head and values (6.2B in all, where 6.70B is
+# printed). Memory+'s D_v is printed as 384, which would give 0.70B; here it is d.
 PRESETS = {
     "227m_1.2b": dict(n_layer=20, n_embd=768, n_head=12, n_inner=2496, n_keys=360, key_dim=192,
                       top_k=32, value_dim=192, pre_value_dim=192),
@@ -522,8 +522,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Truncated normal of std sqrt(2/(5d)) (Appendix 6), for what enters the residual from
-        attention and FFN times sqrt(1/(2L)); the memories as their stds() and finish_init() say."""
+        """Truncated normal of std sqrt(2/(5d)) (Appendix 6), times sqrt(1/(2L)) for the FFN's last
+        matrix and, which it does not say, for W_O; the memories as stds() and finish_init() say."""
         c = self.config
         memory = memory_class(c.memory)
         stds = {} if memory is None else memory.stds(c)

@@ -21,10 +21,10 @@ Any model:
 Values are what W_V puts out; mixed values are what attention sums up, after a router or another
 memory. The paper records the former and also speaks of "gathered" ones; in LLaMA they are the same.
 Hidden states are what a block puts out. The entropy is of order 1/2 (the paper prints none), of
-features with mean 0 and variance 1 (the paper's are as they are). A head's importance is the mean over windows of
-|sum over t of a_ht . dl/da_ht|, where l is the window's summed loss, or that of its answers to
-prompts. Writes analysis_NAME.png and analysis_NAME.json into the first run's folder. Runs that are
-compared must have been trained on the same tokens.
+features with mean 0 and variance 1 (the paper's are as they are). A head's importance is the mean
+over windows of |sum over t of a_ht . dl/da_ht|, where l is the window's summed loss, or that of its
+answers to prompts. Writes analysis_NAME.png and analysis_NAME.json into the first run's folder.
+Runs that are compared must have been trained on the same tokens.
 """
 import contextlib
 import json

@@ -1,5 +1,5 @@
 """Hierarchical memories, Figures 7 and 8: memories keep gaining with the tokens that they have
-seen, larger ones longer, and fetched ones more than the generic one.
+seen, and fetched ones more than the generic one. (That larger ones gain longer is our guess.)
 
 Of one level of 64 nodes, on hiermem_table1.py's anchor, frozen or learning on: `python train.py
 experiments/hiermem_table1.py --only="A1 anchor"` first. A variant's name has its rank, and its

@@ -11,8 +11,8 @@ decay" shrinks them as much over the run as in the paper's 20,000 steps. All els
 best rate in lime_rates.py (cpu), "at 0.003" and "at 0.012" at its neighbours: the best of a shorter
 run need not be this one's. The warm-up takes the paper's 200 steps. With 8 layers first-6 is LIMe
 itself, first-4 and last-6 are nearly that. The published code starts K and V of LIMe with variance
-1/(3d), and so do the rows "published start": at the paper's width of 768 that is the 0.02 of all
-other matrices, at 128 it is 0.051. Muon rows come last, at which_rates.py's best of 3.9M tokens.
+1/(3d), and so do the rows "published start": at a width of 768 that is near the 0.02 of all other
+matrices, at 128 it is 0.051. Muon rows come last, at which_rates.py's best of 3.9M tokens.
 """
 from math import log
 

@@ -1,9 +1,9 @@
 """UltraMemV2's ablations (Figures 2 to 4, 6, 7, 9 to 13, Table 1), each at equal work.
 
-The paper's are in training loss at 430M/5B, Figures 10 to 13 at 500M/6.8B, Table 1 at 2.5B/60B and
-120B; Figure 7's in validation loss. Many are thousandths, read off curves where no number is
-printed: "inside noise" is what to expect at a small size. V2 is ultramem_table3.py's UltraMemV2,
-and its runs are that one's.
+The paper's are in training loss at 430M/5B, Figure 6 at 500M/6B, Figures 10 to 13 at 500M/6.8B,
+Table 1 at 2.5B/60B and 120B; Figure 7's in validation loss. Many are thousandths, read off curves
+where no number is printed: "inside noise" is what to expect at a small size. V2 is
+ultramem_table3.py's UltraMemV2, and its runs are that one's.
 """
 from experiments.ultramem_table3 import cpu as table3
 from experiments.ultramem_table3 import gpu as table3_gpu

@@ -18,8 +18,8 @@ paper's numbers. (V2's also shares tables in a ring over half of the layers; Tab
 without.) Memory+'s values have 2.5 times the rate and keep it. "appendix" starts V2 by the
 appendix's equation instead of the published code, "as FFN" rows start as large as the FFN (OLMoE's
 eight gates do not sum to 1 and start 26 times smaller). "few slots" reads each slot 24 times a step
-on a CPU; the paper has 777, V2 here 6. That the appendix's start and few slots are worse is our
-guess, not a claim of the paper.
+on a CPU, V2 here 6; batches of 3.1M tokens would read the paper's slots 777 times. That the
+appendix's start and few slots are worse is our guess, not a claim of the paper.
 
 The published warm-up is 2% of a run; of 1,000 steps that is too few, so here it is 100. The
 published rate is 4e-4; scale cpu has the one that ultramem_rates.py chose for the dense model and
