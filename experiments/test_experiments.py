@@ -873,6 +873,8 @@ def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
     from experiments import mine
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     (tmp_path / "experiments/results").mkdir(parents=True)
+    for file in ("model_mine.py", "kernels.py", "train.py"):
+        (tmp_path / file).touch()
     own = {"mine dense": (2.0, 10), "mine": (1.99, 15)}
     for baseline in (mine.baseline, mine.study.baseline):
         monkeypatch.setitem(baseline, "mine", "mine dense")
@@ -882,11 +884,15 @@ def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
     for name, (bpb, ms) in {**own, **moves, **others}.items():
         device = "cpu a" if name == "HierMem dense" else "cpu b"
         rows[name] = {0: dict(val_bpb=bpb, step_ms=ms, device=device, threads=1)}
+    rows["mine dense"][0]["source_hash"] = runner.source_hash("mine")
+    rows["mine"][0]["source_hash"] = "of before"
     mine.finish(rows, "cpu")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "HierMem did not run on its baseline's machine: no place"
     assert said[2].split() == ["1", "+0.0200", "1.10x", "MoVE"]
     assert said[3].split() == ["2", "+0.0100", "1.50x", "mine"]
+    assert said[5].startswith("mine: by older code. To run it again remove out/mine-cpu/mine and")
+    assert len(said) == 6
     assert (tmp_path / "experiments/results/mine-cpu-gain.png").exists()
 
 
