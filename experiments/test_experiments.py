@@ -363,6 +363,18 @@ def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab)
     assert len(calls(lab)) == 14                               # refused before the first run
 
 
+def test_a_run_begun_with_other_code_is_not_continued(lab):
+    path = experiment(lab, 'variants = {"standard": (dict(fail="yes"), None)}')
+    for text in ("width = 1\n", "# no code\nwidth = 1\n"):
+        (lab / "model_toy.py").write_text(text)
+        assert runner.main(path, ["--seeds=1"]) == 1
+    assert ["init_from" in call for call in calls(lab)] == [False, True]
+    (lab / "model_toy.py").write_text("width = 2\n")
+    with pytest.raises(ConfigError, match="standard/s0 was begun with other code"):
+        runner.main(path, ["--seeds=1"])
+    assert len(calls(lab)) == 2
+
+
 STARTED = '''
     variants = {
         "standard": (dict(score="1:1"), None),
