@@ -504,8 +504,11 @@ def _meta_of_shards(folder):
     for name in ("tokenizer.json", "token_bytes.npy"):
         need(not (folder / name).exists(), f"{folder} holds {name} and no meta.json, so what its "
                                            "tokens mean is not known: prepare the folder again")
-    sizes = [f"{path.name} {path.stat().st_size}" for path in shards]
-    meta = dict(data_id=hashlib.sha256(" ".join(sizes).encode()).hexdigest()[:8])
+    state = hashlib.sha256()     # sizes alone are alike: a shard is full at 100M tokens
+    for path in shards:
+        with open(path, "rb") as file:
+            state.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(65536))
+    meta = dict(data_id=state.hexdigest()[:8])
     if _open_shard(shards[0]).dtype == np.uint32:
         return meta | dict(tokenizer="llama-3", vocab_size=128256, eot=128000)
     return meta | dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
