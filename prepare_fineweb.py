@@ -389,7 +389,8 @@ class JSONTokenizer(BytesTokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts):
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with reading(self.path, "has no token for a part of this text"):
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids):

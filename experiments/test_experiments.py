@@ -1065,6 +1065,14 @@ def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
     assert found == dict(zip(("accuracy", "accuracy_2", "accuracy_3"), expected))
 
 
+def test_a_text_with_words_that_a_task_lacks_is_an_error(tmp_path):
+    tasks.save_word_tokenizer(tmp_path / "tokenizer.json", "abc")
+    tok = get_tokenizer(tmp_path / "tokenizer.json")
+    assert tok.encode("a b  c") == [1, 2, 3]
+    with pytest.raises(ConfigError, match="tokenizer.json has no token for a part of this text"):
+        tok.encode("a d")
+
+
 def test_answers_are_those_of_prompts_alone():
     model = make().eval()
     prompts = [[1, 2, 3], [4], [5, 6]]
