@@ -289,6 +289,7 @@ def choose(logits, temperature, top_k, top_p, generator=None):
     probs = F.softmax(logits / temperature, -1)
     if top_p:
         before = probs.cumsum(-1) - probs                   # of all that are more likely
+        before[:, 0] = -1                                   # the likeliest is never left out
         probs[before >= top_p] = 0                          # the token that crosses top_p stays
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 

@@ -3975,6 +3975,7 @@ def test_generation_ends_when_every_row_has_had_its_eot(monkeypatch):
 0.5 0 0.0    0.685 0.247 0.062 0.007
 0.0 0 0.0    1.0 0.0 0.0 0.0
 1e-40 0 0.0  1.0 0.0 0.0 0.0
+1.0 0 1e-50  1.0 0.0 0.0 0.0
 """))
 def test_top_k_top_p_and_temperature(how, wanted):
     """The token that crosses 0.7 stays; temperature 0.5: squared and normalised."""
