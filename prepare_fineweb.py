@@ -325,6 +325,7 @@ class BytesTokenizer:
     name = "bytes"
     vocab_size = 257
     eot = 256
+    between = b""     # what decode() puts before a token that has no bytes for it
 
     def encode(self, text: str) -> list:
         return list(text.encode())
@@ -360,7 +361,7 @@ class JSONTokenizer(BytesTokenizer):
     """Any tokenizer.json, by `tokenizers`. A special token that a text spells is plain text."""
 
     def __init__(self, path, name=""):
-        from tokenizers import Tokenizer, pre_tokenizers
+        from tokenizers import Tokenizer, models, pre_tokenizers
         with reading(path, "is not a tokenizer.json that `tokenizers` reads"):
             self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.encode_special_tokens = True
@@ -377,6 +378,8 @@ class JSONTokenizer(BytesTokenizer):
         decoder = self.tokenizer.decoder
         kinds = decoder.__getstate__().decode() if decoder else ""     # as JSON, with all parts
         self.byte_level = '"ByteLevel"' in kinds
+        if isinstance(self.tokenizer.model, models.WordLevel) and not decoder:
+            self.between = b" "     # words, and what is between them is left out
         need(not re.search('"(WordPiece|BPEDecoder|CTC)"', kinds),
              f"{path}: its tokens have no bytes of their own, the decoder {kinds[:60]} puts "
              "spaces between them: take another tokenizer")

@@ -339,7 +339,7 @@ def text_pieces(tok, ids):
         if i == tok.eot:
             yield decoder.decode(EOT.encode())
         elif i < tok.vocab_size:        # a vocabulary padded for speed has ids that mean nothing
-            yield decoder.decode(tok.token_bytes(i))
+            yield decoder.decode(tok.between + tok.token_bytes(i))
     yield decoder.decode(b"", final=True)
 
 

@@ -1073,6 +1073,14 @@ def test_a_text_with_words_that_a_task_lacks_is_an_error(tmp_path):
         tok.encode("a d")
 
 
+def test_the_words_of_a_sample_have_spaces_between_them(tmp_path):
+    """As train.py's own sample has them, which the tokenizer decodes."""
+    tasks.save_word_tokenizer(tmp_path / "tokenizer.json", ["one", "two"])
+    tok = get_tokenizer(tmp_path / "tokenizer.json")
+    assert "".join(sample.text_pieces(tok, [1, 2, 1])) == " one two one"
+    assert tok.decode([1, 2, 1]) == "one two one"
+
+
 def test_answers_are_those_of_prompts_alone():
     model = make().eval()
     prompts = [[1, 2, 3], [4], [5, 6]]
