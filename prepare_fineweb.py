@@ -325,6 +325,7 @@ class BytesTokenizer:
     name = "bytes"
     vocab_size = 257
     eot = 256
+    between = b""     # what decode() puts before a token that has no bytes for it
 
     def encode(self, text: str) -> list:
         return list(text.encode())
@@ -360,7 +361,7 @@ class JSONTokenizer(BytesTokenizer):
     """Any tokenizer.json, by `tokenizers`. A special token that a text spells is plain text."""
 
     def __init__(self, path, name=""):
-        from tokenizers import Tokenizer, pre_tokenizers
+        from tokenizers import Tokenizer, models, pre_tokenizers
         with reading(path, "is not a tokenizer.json that `tokenizers` reads"):
             self.tokenizer = Tokenizer.from_file(str(path))
         self.tokenizer.encode_special_tokens = True
@@ -377,6 +378,8 @@ class JSONTokenizer(BytesTokenizer):
         decoder = self.tokenizer.decoder
         kinds = decoder.__getstate__().decode() if decoder else ""     # as JSON, with all parts
         self.byte_level = '"ByteLevel"' in kinds
+        if isinstance(self.tokenizer.model, models.WordLevel) and not decoder:
+            self.between = b" "     # words, and what is between them is left out
         need(not re.search('"(WordPiece|BPEDecoder|CTC)"', kinds),
              f"{path}: its tokens have no bytes of their own, the decoder {kinds[:60]} puts "
              "spaces between them: take another tokenizer")
@@ -389,7 +392,8 @@ class JSONTokenizer(BytesTokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts):
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with reading(self.path, "has no token for a part of this text"):
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids):
@@ -504,8 +508,11 @@ def _meta_of_shards(folder):
     for name in ("tokenizer.json", "token_bytes.npy"):
         need(not (folder / name).exists(), f"{folder} holds {name} and no meta.json, so what its "
                                            "tokens mean is not known: prepare the folder again")
-    sizes = [f"{path.name} {path.stat().st_size}" for path in shards]
-    meta = dict(data_id=hashlib.sha256(" ".join(sizes).encode()).hexdigest()[:8])
+    state = hashlib.sha256()     # sizes alone are alike: a shard is full at 100M tokens
+    for path in shards:
+        with open(path, "rb") as file:
+            state.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(65536))
+    meta = dict(data_id=state.hexdigest()[:8])
     if _open_shard(shards[0]).dtype == np.uint32:
         return meta | dict(tokenizer="llama-3", vocab_size=128256, eot=128000)
     return meta | dict(tokenizer="gpt2", vocab_size=50257, eot=50256)

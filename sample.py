@@ -282,13 +282,14 @@ def check_length(model, length):
 
 def choose(logits, temperature, top_k, top_p, generator=None):
     """logits (B, vocab) -> one token a row, (B,)."""
-    if temperature == 0:
+    if temperature < 1e-30:         # logits / temperature could be infinite
         return logits.argmax(-1)
     size = logits.size(-1)
     logits, tokens = logits.topk(min(top_k, size) if top_k else size)       # most likely first
     probs = F.softmax(logits / temperature, -1)
     if top_p:
         before = probs.cumsum(-1) - probs                   # of all that are more likely
+        before[:, 0] = -1                                   # the likeliest is never left out
         probs[before >= top_p] = 0                          # the token that crosses top_p stays
     return tokens.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
@@ -338,7 +339,7 @@ def text_pieces(tok, ids):
         if i == tok.eot:
             yield decoder.decode(EOT.encode())
         elif i < tok.vocab_size:        # a vocabulary padded for speed has ids that mean nothing
-            yield decoder.decode(tok.token_bytes(i))
+            yield decoder.decode(tok.between + tok.token_bytes(i))
     yield decoder.decode(b"", final=True)
 
 

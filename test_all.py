@@ -401,7 +401,9 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
     assert torch.equal(x, torch.tensor(starts)[:, None] + torch.arange(16))
     assert torch.equal(y, x + 1)
     save_shard(tmp_path / "fineweb_val_000000.bin", range(31))
-    assert data_id(tmp_path) != first_id
+    second_id = data_id(tmp_path)
+    save_shard(tmp_path / "fineweb_val_000000.bin", range(1, 32))
+    assert len({first_id, second_id, data_id(tmp_path)}) == 3
     (tmp_path / "fineweb_train_000001.bin").write_bytes(np.array([20240801, 7] + [0] * 254, "i4"))
     assert load_meta(tmp_path)["vocab_size"] == 128_256
 
@@ -3972,6 +3974,8 @@ def test_generation_ends_when_every_row_has_had_its_eot(monkeypatch):
 1.0 0 0.7    0.625 0.375 0.0 0.0
 0.5 0 0.0    0.685 0.247 0.062 0.007
 0.0 0 0.0    1.0 0.0 0.0 0.0
+1e-40 0 0.0  1.0 0.0 0.0 0.0
+1.0 0 1e-50  1.0 0.0 0.0 0.0
 """))
 def test_top_k_top_p_and_temperature(how, wanted):
     """The token that crosses 0.7 stays; temperature 0.5: squared and normalised."""

@@ -72,6 +72,17 @@ def places(rows):
     return sorted(found, reverse=True)
 
 
+def outdated(rows):
+    """Which of model_mine.py's rows older code has made: run.py never runs a row again."""
+    now = run.source_hash("mine")
+    found = []
+    for name in ("mine dense", "mine"):
+        hashes = {row["source_hash"] for row in rows[name].values()}
+        if any(now not in (old, *run.same_code(old)) for old in hashes):
+            found.append(name)
+    return found
+
+
 def finish(rows, scale):
     found = places(rows)
     measured = {"ratios": {title: {"step": step} for _, step, title in found}}
@@ -86,3 +97,7 @@ def finish(rows, scale):
     print(f"picture: {picture}")
     if "mine" not in baseline:
         print("there is no model_mine.py yet: cp model_move.py model_mine.py, and change it")
+        return
+    for name in outdated(rows):
+        print(f"{name}: by older code. To run it again remove out/mine-{scale}/{run.slug(name)} "
+              f"and its line in experiments/results/mine-{scale}.jsonl")

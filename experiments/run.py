@@ -341,7 +341,8 @@ def plan(exp, opt, dataset):
 
 
 def check_begun(run):
-    """Never go on with a run that was begun with other flags, nor take its result."""
+    """Never go on with a run that was begun with other flags, nor take its result; nor go on with
+    one of other code."""
     memo = ROOT / run.folder / "flags.txt"
     begun = run.result() or (ROOT / run.folder / "ckpt.pt").exists()
     if begun and memo.exists():
@@ -349,6 +350,17 @@ def check_begun(run):
         same = was in (memo_of(run), " ".join(run.flags))       # the base is not in older ones
         need(same, f"{run.folder} was begun with other settings:\n  {was}\nand is now to be\n"
              f"  {memo_of(run)}\nRemove that folder, or rename it.")
+    code = ROOT / run.folder / "code.txt"                       # older runs have none
+    if begun and not run.result() and code.exists():
+        same = code_of(run) in (code.read_text(), *same_code(code.read_text()))
+        need(same, f"{run.folder} was begun with other code, of its model, kernels.py or train.py. "
+             "Remove that folder, or rename it.")
+
+
+def code_of(run):
+    """The hash of the code that it runs with."""
+    names = [flag.removeprefix("--model=") for flag in run.flags if flag.startswith("--model=")]
+    return source_hash(names[-1] if names else "move")
 
 
 def memo_of(run):
@@ -371,6 +383,8 @@ def start(run, opt):
     if (folder / "ckpt.pt").exists():                           # its own settings count
         model = run.flags[0]
         flags = [model, "--init_from=resume"]
+    else:
+        (folder / "code.txt").write_text(code_of(run))
     flags.append(f"--out_dir={run.folder}")
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if opt.jobs > 1:

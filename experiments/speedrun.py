@@ -190,11 +190,12 @@ def verdict(row, rows):
 # ---------------------------------------------------------------- the board
 
 def board_line(row):
+    note = " ".join(row["note"].split()).replace("|", "\\|")     # it stays in its cell
     return runner.line([
         row["date"], row["commit"], f"`{shlex.join(row['flags'])}`", f"{row['steps']:,}",
         runner.text(row["values"]), f"{mean(row['seconds']):.0f}", f"{mean(row['in_all']):.0f}",
         f"{ratio(row):.3f}", f"{row['machine']}, {row['dtype']}, {row['threads']} threads",
-        row["note"]])
+        note])
 
 
 def baselines(records):

@@ -363,6 +363,18 @@ def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab)
     assert len(calls(lab)) == 14                               # refused before the first run
 
 
+def test_a_run_begun_with_other_code_is_not_continued(lab):
+    path = experiment(lab, 'variants = {"standard": (dict(fail="yes"), None)}')
+    for text in ("width = 1\n", "# no code\nwidth = 1\n"):
+        (lab / "model_toy.py").write_text(text)
+        assert runner.main(path, ["--seeds=1"]) == 1
+    assert ["init_from" in call for call in calls(lab)] == [False, True]
+    (lab / "model_toy.py").write_text("width = 2\n")
+    with pytest.raises(ConfigError, match="standard/s0 was begun with other code"):
+        runner.main(path, ["--seeds=1"])
+    assert len(calls(lab)) == 2
+
+
 STARTED = '''
     variants = {
         "standard": (dict(score="1:1"), None),
@@ -873,6 +885,8 @@ def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
     from experiments import mine
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     (tmp_path / "experiments/results").mkdir(parents=True)
+    for file in ("model_mine.py", "kernels.py", "train.py"):
+        (tmp_path / file).touch()
     own = {"mine dense": (2.0, 10), "mine": (1.99, 15)}
     for baseline in (mine.baseline, mine.study.baseline):
         monkeypatch.setitem(baseline, "mine", "mine dense")
@@ -882,11 +896,15 @@ def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
     for name, (bpb, ms) in {**own, **moves, **others}.items():
         device = "cpu a" if name == "HierMem dense" else "cpu b"
         rows[name] = {0: dict(val_bpb=bpb, step_ms=ms, device=device, threads=1)}
+    rows["mine dense"][0]["source_hash"] = runner.source_hash("mine")
+    rows["mine"][0]["source_hash"] = "of before"
     mine.finish(rows, "cpu")
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "HierMem did not run on its baseline's machine: no place"
     assert said[2].split() == ["1", "+0.0200", "1.10x", "MoVE"]
     assert said[3].split() == ["2", "+0.0100", "1.50x", "mine"]
+    assert said[5].startswith("mine: by older code. To run it again remove out/mine-cpu/mine and")
+    assert len(said) == 6
     assert (tmp_path / "experiments/results/mine-cpu-gain.png").exists()
 
 
@@ -1045,6 +1063,22 @@ def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
     data = TokenShards(folder, "val", 14)
     found = tasks.accuracy(parrot(data, spoil), data, get_tokenizer(str(folder)), batch_size=7)
     assert found == dict(zip(("accuracy", "accuracy_2", "accuracy_3"), expected))
+
+
+def test_a_text_with_words_that_a_task_lacks_is_an_error(tmp_path):
+    tasks.save_word_tokenizer(tmp_path / "tokenizer.json", "abc")
+    tok = get_tokenizer(tmp_path / "tokenizer.json")
+    assert tok.encode("a b  c") == [1, 2, 3]
+    with pytest.raises(ConfigError, match="tokenizer.json has no token for a part of this text"):
+        tok.encode("a d")
+
+
+def test_the_words_of_a_sample_have_spaces_between_them(tmp_path):
+    """As train.py's own sample has them, which the tokenizer decodes."""
+    tasks.save_word_tokenizer(tmp_path / "tokenizer.json", ["one", "two"])
+    tok = get_tokenizer(tmp_path / "tokenizer.json")
+    assert "".join(sample.text_pieces(tok, [1, 2, 1])) == " one two one"
+    assert tok.decode([1, 2, 1]) == "one two one"
 
 
 def test_answers_are_those_of_prompts_alone():

@@ -99,6 +99,11 @@ def test_three_seeds_and_a_baseline_make_a_row(track, capsys):
                      "cpu x, float32, 2 threads", "more cowbell"]
 
 
+def test_a_note_stays_in_its_cell(track):
+    speedrun.main([*BELOW, "--note=a | b\nc"])
+    assert board_rows(track)[0][-1] == r"a \| b c"
+
+
 def test_baselines_stand_by_machine():
     rows = [dict(machine="A", baseline_value=1.2, baseline_seconds=25),
             dict(machine="B", baseline_value=1.3, baseline_seconds=9),
