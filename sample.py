@@ -282,7 +282,7 @@ def check_length(model, length):
 
 def choose(logits, temperature, top_k, top_p, generator=None):
     """logits (B, vocab) -> one token a row, (B,)."""
-    if temperature < 1e-30:         # logits / temperature could be infinite
+    if temperature < 1e-30:         # a quotient by it could be infinite
         return logits.argmax(-1)
     size = logits.size(-1)
     logits, tokens = logits.topk(min(top_k, size) if top_k else size)       # most likely first
