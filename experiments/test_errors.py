@@ -805,7 +805,7 @@ repo/experiments/results/speedrun.jsonl = b"{}\n"  board  speedrun.jsonl cannot 
 -  --jobs=0  max_workers must be greater than 0
 -  file  no file is wanted
 # experiments/hiermem_longtail.py
--  cpu  no results in
+-  gpu  no results in
 -  tpu  tpu
 # experiments/which_memory.py
 -  tpu  tpu
