@@ -9,8 +9,8 @@ a bank. And as in the paper, whose figure shows rows A2, B2 and C2, a trained an
 with a bank, beside one that goes on without: these two have seen every mention twice. Generic
 blocks take 1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be
 1 of 3. At scale cpu the first level of the tree is to part the facts from the prose, and the second
-has a leaf for each of their 16 domains; the rates are the best of hiermem_rates.py, whose model has
-7 layers.
+has a leaf for each of their 16 domains. The rates are those that hiermem_rates.py found for a model
+of 7 layers; for a bank from scratch it has none yet.
 
 `python experiments/hiermem_longtail.py` then asks the models with a bank again, with the generic
 blocks and with none, which they were never trained for, reports how many prompts take their

@@ -126,14 +126,14 @@ def outline(node):
 
 
 def same_code(old):
-    """Source hashes of later code that was seen to train as this older one did: same.py."""
+    """This source hash, and those of later code that was seen to train as it did: same.py."""
     file = ROOT / "experiments" / "results" / "same.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = [old]
     for row in map(json.loads, lines):                         # in the order of time
         if row["old"] in found:
             found.append(row["new"])
-    return found[1:]
+    return found
 
 
 def git(*command):
@@ -341,8 +341,8 @@ def plan(exp, opt, dataset):
 
 
 def check_begun(run):
-    """Never go on with a run that was begun with other flags, nor take its result; nor go on with
-    one of other code."""
+    """Never go on with a run that was begun with other flags or code, nor take the result of other
+    flags."""
     memo = ROOT / run.folder / "flags.txt"
     begun = run.result() or (ROOT / run.folder / "ckpt.pt").exists()
     if begun and memo.exists():
@@ -352,15 +352,14 @@ def check_begun(run):
              f"  {memo_of(run)}\nRemove that folder, or rename it.")
     code = ROOT / run.folder / "code.txt"                       # older runs have none
     if begun and not run.result() and code.exists():
-        same = code_of(run) in (code.read_text(), *same_code(code.read_text()))
+        same = code_of(run) in same_code(code.read_text())
         need(same, f"{run.folder} was begun with other code, of its model, kernels.py or train.py. "
              "Remove that folder, or rename it.")
 
 
 def code_of(run):
     """The hash of the code that it runs with."""
-    names = [flag.removeprefix("--model=") for flag in run.flags if flag.startswith("--model=")]
-    return source_hash(names[-1] if names else "move")
+    return source_hash(run.flags[0].removeprefix("--model="))
 
 
 def memo_of(run):
@@ -707,7 +706,7 @@ def variant_line(exp, scale, rows, name):
     times = step_times(rows, name, base)
     now = source_hash(settings(exp, scale, name)["model"])
     for seed, row in mine.items():
-        if now not in (row["source_hash"], *same_code(row["source_hash"])):
+        if now not in same_code(row["source_hash"]):
             title = f"{name} †"
         flops = f"{row['flops_per_token'] / 1e6:.1f}"
         other = rows[base].get(seed)
