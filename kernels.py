@@ -1289,7 +1289,7 @@ def lazy_adam_triton(grad, rows, p, state, group, size, scale, decay):
             1 - beta1, 1 - beta2, group["eps"], decay, D, BLOCK_R, BLOCK_D)
 
 
-# ================================================================ row-sparse gradients in training
+# ================================================================ optimizers, row-sparse gradients
 
 def keep_coalesced(parameter: Tensor):
     """Keep parameter.grad a coalesced COO tensor through any number of backward passes
@@ -1404,6 +1404,60 @@ class RowAdamW(LazyAdam):
         return w.addcdiv_(m, v.sqrt_().add_(group["eps"]), value=-group["lr"])
 
 
+class Muon(torch.optim.Muon):
+    """torch's Muon, same update and same state. On a GPU all matrices of one shape go through the
+    iteration together: one by one they are 25 launches each and leave it idle. On a CPU, whose
+    cache they would leave, they go one by one, in fp32 where it multiplies bf16 no faster.
+    """
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            alike = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    key = p if p.device.type == "cpu" else p.shape
+                    alike.setdefault(key, []).append(p)
+            for params in alike.values():
+                self.update(params, group)
+
+    def update(self, params, group):
+        """params: matrices of one shape."""
+        grads = [p.grad for p in params]
+        moments = []
+        for p in params:
+            state = self.state[p]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            moments.append(state["momentum_buffer"])
+        torch._foreach_lerp_(moments, grads, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(grads, moments, group["momentum"])    # Nesterov's
+        G = ahead[0] if len(ahead) == 1 else torch.stack(ahead)
+        slow = G.device.type == "cpu" and bf16_speedup() < 1.2
+        X = newton_schulz(G if slow else G.bfloat16()).to(G.dtype).contiguous()
+        rows, columns = params[0].shape
+        rate = group["lr"] * math.sqrt(max(1, rows / columns))
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, X.view(-1, rows, columns).unbind(), alpha=-rate)
+
+
+def newton_schulz(G):
+    """Muon's orthogonalisation of a gradient G (rows, columns), or of N (N, rows, columns), step
+    for step as torch.optim has it. In fp32 (384, 1536) takes a CPU with slow bf16 39 ms against 68
+    in bf16; without any bf16 instructions the latter is a hundred times slower.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    addmm = torch.addmm if G.dim() == 2 else torch.baddbmm
+    tall = G.size(-2) > G.size(-1)
+    X = G.mT if tall else G
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        B = addmm(A, A, A, beta=b, alpha=c)
+        X = addmm(X, B, X, beta=a)
+    return X.mT if tall else X
+
+
 def make_optimizers(groups, betas):
     """
     The groups of a model's param_groups() -> an optimizer for every kind among them: "adamw",
@@ -1412,7 +1466,7 @@ def make_optimizers(groups, betas):
     """
     kinds = {
         "adamw": functools.partial(torch.optim.AdamW, betas=betas, fused=True),
-        "muon": functools.partial(torch.optim.Muon, momentum=0.95, nesterov=True),
+        "muon": functools.partial(Muon, momentum=0.95, nesterov=True),
         "sparse": functools.partial(LazyAdam, betas=betas),
         "rows": functools.partial(RowAdamW, betas=betas),
     }
@@ -1431,7 +1485,7 @@ def clip_grads(params, max_norm):
     """
     grads = [p.grad for p in params if p.grad is not None]
     grads = [grad._values() if grad.is_sparse else grad for grad in grads]
-    norms = [torch.linalg.vector_norm(grad).to(grads[0].device) for grad in grads]
+    norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads)]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     if max_norm > 0:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -1607,22 +1661,6 @@ def keep_freed_memory() -> bool:
     return True
 
 
-def newton_schulz_fp32(G, coefficients, steps, eps):
-    """Muon's orthogonalisation of a gradient G (rows, columns), step for step as torch.optim has
-    it, but in fp32. For (384, 1536) that takes 39 ms against 68 in bf16; without any bf16
-    instructions the latter is a hundred times slower.
-    """
-    a, b, c = coefficients
-    tall = G.size(0) > G.size(1)
-    X = G.T if tall else G
-    X = X / X.norm().clamp(min=eps)
-    for _ in range(steps):
-        A = X @ X.T
-        B = torch.addmm(A, A, A, beta=b, alpha=c)
-        X = torch.addmm(X, B, X, beta=a)
-    return X.T if tall else X
-
-
 @functools.cache
 def bf16_speedup() -> float:
     """How many times faster than fp32 this CPU multiplies bf16. The features that it reports do not
@@ -1650,10 +1688,3 @@ def fast_dtype(device: str) -> tuple[str, str]:
     speedup = bf16_speedup()
     faster = "bfloat16" if speedup > 1.2 else "float32"
     return faster, f"products in bfloat16 run at {speedup:.1f} of float32's pace"
-
-
-def tune_cpu():
-    """Settings of this process without which training on a CPU is slow."""
-    keep_freed_memory()
-    if bf16_speedup() < 1.2:
-        torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32

@@ -1277,23 +1277,63 @@ def test_attention_in_bfloat16_is_as_exact_as_torchs():
 
 
 @parametrize("shape", [(16, 40), (40, 16)])
-def test_newton_schulz_is_torchs(shape, monkeypatch):
-    from torch.optim import _muon
-    coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
-    G = torch.randn(shape)
-    X = kernels.newton_schulz_fp32(G, coefficients, 5, 1e-7)
-    # Its singular vectors are G's: five steps of one odd polynomial on the singular values.
-    U, S, V = torch.linalg.svd(G.double(), full_matrices=False)
-    S = S / S.norm()
-    a, b, c = coefficients
-    for _ in range(5):
-        S = a * S + b * S**3 + c * S**5
-    assert_close(X.double(), U @ S.diag() @ V, atol=1e-4, rtol=1e-4)
-    for speedup, wanted in ((4.0, None), (0.5, kernels.newton_schulz_fp32)):
-        monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", None)
-        monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)
-        kernels.tune_cpu()
-        assert _muon._zeropower_via_newtonschulz is wanted
+def test_newton_schulz_keeps_the_singular_vectors(shape):
+    """Five steps of one odd polynomial on the singular values."""
+    from torch.optim._muon import DEFAULT_A as a, DEFAULT_B as b, DEFAULT_C as c
+    G = torch.randn(3, *shape)
+    together = kernels.newton_schulz(G)
+    for n in range(3):
+        U, S, V = torch.linalg.svd(G[n].double(), full_matrices=False)
+        S = S / S.norm()
+        for _ in range(5):
+            S = a * S + b * S**3 + c * S**5
+        for X in (together[n], kernels.newton_schulz(G[n])):
+            assert_close(X.double(), U @ S.diag() @ V, atol=1e-4, rtol=1e-4)
+
+
+def by_muon(kind, speedup, monkeypatch, shapes=((16, 40), (40, 16), (24, 24), (16, 40))):
+    """-> parameters after three steps, a fourth without a gradient, and the optimizer."""
+    monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)
+    own = generator(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=own)) for shape in shapes]
+    optimizer = kind([*params, torch.nn.Parameter(torch.ones(2, 3))], lr=0.02, momentum=0.9)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=own)
+        optimizer.step()
+    return params, optimizer
+
+
+def test_muon_is_torchs(monkeypatch):
+    """On a CPU to the last digit; a GPU multiplies matrices of one shape together."""
+    ours, optimizer = by_muon(kernels.Muon, 4.0, monkeypatch)
+    theirs, other = by_muon(torch.optim.Muon, 4.0, monkeypatch)
+    close(ours, theirs, 0.01)
+    assert DEVICE != "cpu" or all(map(torch.equal, ours, theirs))
+    state, wanted = optimizer.state_dict(), other.state_dict()
+    assert state["param_groups"] == wanted["param_groups"]
+    assert str(state["state"]) == str(wanted["state"]) and len(state["state"]) == 4
+
+
+def test_muon_in_fp32_is_nearly_that(monkeypatch):
+    wanted, _ = by_muon(torch.optim.Muon, 4.0, monkeypatch)
+    ours, _ = by_muon(kernels.Muon, 0.5, monkeypatch)
+    close(ours, wanted, 0.01)
+    assert DEVICE != "cpu" or not torch.equal(ours[0], wanted[0]), "bf16 rounds"
+
+
+def test_muon_takes_matrices_of_one_shape_together(monkeypatch):
+    one_by_one, optimizer = by_muon(kernels.Muon, 0.5, monkeypatch, [(16, 40)] * 4)
+
+    @torch.no_grad()
+    def step(self):
+        group, = self.param_groups
+        self.update(group["params"][:4], group)
+
+    monkeypatch.setattr(kernels.Muon, "step", step)
+    together, other = by_muon(kernels.Muon, 0.5, monkeypatch, [(16, 40)] * 4)
+    close(together, one_by_one, 1e-5 if DEVICE == "cpu" else 0.01)
+    assert other.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
 def test_bf16_speedup_takes_the_best_of_turns(monkeypatch):
@@ -3644,7 +3684,7 @@ def test_muon_trains_any_model(name, tiny, tmp_path):
     found = {}
     for o in run["optimizers"]:
         for group in o.param_groups:
-            what = (type(o) is torch.optim.Muon, group["base_lr"], group["base_decay"])
+            what = (isinstance(o, kernels.Muon), group["base_lr"], group["base_decay"])
             assert found.keys().isdisjoint(group["params"]), "each in one group"
             found.update(dict.fromkeys(group["params"], what))
     assert found.keys() == {p for p in raw.parameters() if p.requires_grad}

@@ -48,8 +48,8 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from kernels import (average_sparse, clip_grads, fast_dtype, keep_coalesced, make_optimizers,
-                     tune_cpu)
+from kernels import (average_sparse, clip_grads, fast_dtype, keep_coalesced, keep_freed_memory,
+                     make_optimizers)
 from sample import (assemble, generate, load_checkpoint, load_module, load_start, make_config,
                     pick_device, write_checkpoint)
 
@@ -159,7 +159,7 @@ gpu = device.startswith("cuda")
 if gpu:
     torch.backends.cuda.matmul.allow_tf32 = True
 else:
-    tune_cpu()
+    keep_freed_memory()
 if world > 1 and not dist.is_initialized():
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")   # a bank may be on the CPU
 if not preset:

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.run import options, save_costs
 from experiments.ultramem_growth import timed
-from kernels import RowAdamW, keep_coalesced, tune_cpu
+from kernels import RowAdamW, keep_coalesced, keep_freed_memory
 from model_hiermem import Config, Model
 from prepare_fineweb import guard, need
 from sample import pick_device
@@ -69,7 +69,7 @@ def main(argv):
     need(c.blocks >= 42, f"blocks={c.blocks}: must be 42 or more")
     need(min(c.rank, c.steps) > 0, f"rank={c.rank}, steps={c.steps}: must be 1 or more")
     pick_device(c.device)
-    tune_cpu()
+    keep_freed_memory()
     small = Racer(40, c.rank, c.device)
     large = Racer(c.blocks - 1, c.rank, c.device)
     name = f"{c.blocks:,} blocks, {large.numbers:,} numbers"

@@ -26,7 +26,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.run import options, save_costs
-from kernels import tune_cpu
+from kernels import keep_freed_memory
 from model_hiermem import PRESETS, Config, Model
 from prepare_fineweb import guard, need
 from sample import pick_device
@@ -166,7 +166,7 @@ def main(argv):
     need(hasattr(os, "posix_fadvise"), "files leave the system's cache on Linux only")
     need(c.preset in PRESETS, f"preset={c.preset}: choose {', '.join(PRESETS)}")
     device = pick_device(c.device)
-    tune_cpu()
+    keep_freed_memory()
     config = Config(**{**PRESETS[c.preset], "clusters": c.clusters, "ranks": c.ranks})
     need(min(config.level_ranks) > 0, f"ranks={c.ranks}: a rank for each level")
     need(2 * c.rounds <= config.nodes[-1], f"rounds={c.rounds}: two leaves each, there are "

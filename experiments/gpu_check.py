@@ -5,10 +5,10 @@
     python experiments/gpu_check.py --tiny            # a rehearsal on a CPU: Triton's interpreter
 
 Every operation and its gradients against plain torch in fp64, rows beyond 2^31 numbers, one
-compiled graph, the optimizer of touched rows, five models trained for some steps in bfloat16 and
-compiled; then kernel_speed.py's tables and step_time.py's for each model. A part that fails does
-not keep the next ones from running. The parts: sums, mixed_values, searches, head, far_rows,
-compiled, touched_rows_optimizer, steps, speed. Ends with what failed; exit code 1 if anything did.
+compiled graph, the optimizers of touched rows and of matrices, five models trained for some steps
+in bfloat16 and compiled; then kernel_speed.py's tables and step_time.py's for each model. A part
+that fails does not keep the next ones from running. The parts: sums, mixed_values, searches, head,
+far_rows, compiled, optimizers, steps, speed. Ends with what failed; exit code 1 if anything did.
 """
 import os
 import subprocess
@@ -186,7 +186,7 @@ def compiled():
             with_gradients(function, table, weights), 1e-5)
 
 
-def touched_rows_optimizer():
+def optimizers():
     table, indices, weights = small_table()
     ours, theirs = (torch.nn.Parameter(table.clone()) for _ in range(2))
     kernels.keep_coalesced(ours)
@@ -197,6 +197,19 @@ def touched_rows_optimizer():
             optimizer.step()
             optimizer.zero_grad()
     compare("LazyAdam", [ours], [theirs], 1e-6)
+
+    start = [torch.randn(shape) for shape in ((24, 40), (40, 24), (24, 40))]
+    moved = []
+    for kind in (kernels.Muon, torch.optim.Muon):
+        torch.manual_seed(7)
+        matrices = [torch.nn.Parameter(matrix.clone()) for matrix in start]
+        optimizer = kind(matrices, lr=0.1)
+        for _ in range(3):
+            for p in matrices:
+                p.grad = torch.randn(p.shape)
+            optimizer.step()
+        moved.append([p.detach() - matrix for p, matrix in zip(matrices, start)])
+    compare("Muon", *moved, 2e-2)                               # in bf16
 
 
 # ---------------------------------------------------------------- fast?
@@ -226,8 +239,7 @@ def steps():
                 f"--compile={0 if tiny else 1}", f"--rounds={2 if tiny else 12}")
 
 
-PARTS = (sums, mixed_values, searches, head, far_rows, compiled, touched_rows_optimizer, steps,
-         speed)
+PARTS = (sums, mixed_values, searches, head, far_rows, compiled, optimizers, steps, speed)
 
 
 def main(argv):

@@ -341,6 +341,24 @@ def time_heads(device):
             peer_peak_mib=peaks[1])
 
 
+# ================================================================ Muon
+
+def time_muon(device):
+    """A step of the matrices of a model, four of d x d and two of four times that in each layer."""
+    layers, d = (12, 768) if device == "cuda" else (4, 256)
+    shapes = [(d, d)] * 4 * layers + [(4 * d, d), (d, 4 * d)] * layers
+    steps = []
+    for kind in (kernels.Muon, torch.optim.Muon):
+        matrices = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        for p in matrices:
+            p.grad = torch.randn_like(p)
+        steps.append(kind(matrices).step)
+    ours, theirs = medians(steps, device, rounds=5)
+    print(f"\nMuon, {layers} layers x {d}: ours {ours:.1f} ms, theirs {theirs:.1f} ms   "
+          f"{theirs / ours:4.1f}x", flush=True)
+    return dict(layers=layers, d=d, ms=ours, peer_ms=theirs)
+
+
 def main(argv):
     c, others = options(argv, globals())
     need(not others, f"no file or command, not {others}: --json_file=FILE")
@@ -362,6 +380,7 @@ def main(argv):
     report["operations"] = list(time_operations(device, copy))
     report["steps"] = list(time_steps(device))
     report["heads"] = list(time_heads(device))
+    report["muon"] = time_muon(device)
     if c.json_file:
         file.write_text(json.dumps(report, indent=1))
 

@@ -23,8 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.run import options, save_costs
-from kernels import (LazyAdam, clip_grads, gather_dot, gather_sum, keep_coalesced, sort_indices,
-                     tune_cpu)
+from kernels import (LazyAdam, clip_grads, gather_dot, gather_sum, keep_coalesced,
+                     keep_freed_memory, sort_indices)
 from model_ultramem import Config, Model
 from prepare_fineweb import guard, need
 from sample import pick_device
@@ -172,7 +172,7 @@ def main(argv):
     need(re.fullmatch("[0-9]+(,[0-9]+)*", sizes), f"sizes={sizes}: whole numbers, by commas")
     ns = [int(n) for n in sizes.split(",")]
     need(ns == sorted(set(ns)) and len(ns) > 1, "sizes must be two or more whole numbers that grow")
-    tune_cpu()
+    keep_freed_memory()
     torch.manual_seed(0)
     x = torch.randint(256, (batch, block_size + 1), device=device)
     found, race = {}, {}
