@@ -966,7 +966,7 @@ def _write(c, folder):
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
     found = meta["documents"]
-    hint = "--val_fraction= takes more"
+    hint = "give more text, or prepare_fineweb.py a larger --val_fraction="
     if 0 < c.max_tokens <= meta["tokens"]["train"]:
         hint = f"max_tokens={c.max_tokens} ended the reading, raise it"
     need(any(found.values()), f"{c.source} holds no text")
