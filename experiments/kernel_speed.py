@@ -345,7 +345,7 @@ def time_heads(device):
 
 def time_muon(device):
     """A step of the matrices of a model, four of d x d and two of four times that in each layer."""
-    layers, d = (12, 768) if device == "cuda" else (4, 256)
+    layers, d = (12, 768) if device == "cuda" else (4, 128)
     shapes = [(d, d)] * 4 * layers + [(4 * d, d), (d, 4 * d)] * layers
     steps = []
     for kind in (kernels.Muon, torch.optim.Muon):
