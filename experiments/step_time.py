@@ -156,7 +156,6 @@ def main(argv):
     options = {**_defaults, **configure(own, _defaults)[0]}
     need(options["rounds"] >= 1, f"rounds={options['rounds']}: must be at least 1")
     flags = [flag for flag in argv if flag not in own]
-    need("--compile=1" in flags or not options["eager"], "eager=True goes with --compile=1")
     start = time.perf_counter()
     runs = {"model": trained(flags)}
     run = runs["model"]
