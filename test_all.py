@@ -1292,7 +1292,7 @@ def test_newton_schulz_keeps_the_singular_vectors(shape):
 
 
 def by_muon(kind, speedup, monkeypatch, shapes=((16, 40), (40, 16), (24, 24), (16, 40))):
-    """-> parameters after three steps, a fourth without a gradient, and the optimizer."""
+    """-> parameters after three steps and the optimizer, which has one more without a gradient."""
     monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)
     own = generator(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=own)) for shape in shapes]
