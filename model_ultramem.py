@@ -327,15 +327,17 @@ class Retrieval(nn.Module):
         slots = self.perm[cells.flatten(1)]                    # eq. 8
         return scores.flatten(1, 2), slots, aux
 
-    @torch.no_grad()
-    def update_vectors(self):
-        """u, v (R, r): the first singular vectors of the cores' sum. (u, v) and (-u, -v) are both
-        right and rank oppositely: the pair nearer to the last one."""
-        U, _, Vh = torch.linalg.svd(self.core.float().sum(0))  # (R, r, r)
-        u, v = U[:, :, 0], Vh[:, 0]
-        near = (u * self.u + v * self.v).sum(1, keepdim=True) >= 0
-        self.u.copy_(torch.where(near, u, -u))
-        self.v.copy_(torch.where(near, v, -v))
+
+@torch.no_grad()
+def update_vectors(retrievals):
+    """u, v (R, r) of each layer: the first singular vectors of the cores' sum. (u, v) and (-u, -v)
+    are both right and rank oppositely: the pair nearer to the last one."""
+    cores = torch.stack([layer.core.float().sum(0) for layer in retrievals])
+    U, _, Vh = torch.linalg.svd(cores)                         # (L, R, r, r)
+    for layer, u, v in zip(retrievals, U[..., 0], Vh[..., 0, :]):
+        near = (u * layer.u + v * layer.v).sum(1, keepdim=True) >= 0
+        layer.u.copy_(torch.where(near, u, -u))
+        layer.v.copy_(torch.where(near, v, -v))
 
 
 class Tables(nn.Module):
@@ -426,7 +428,7 @@ class UltraMemV2(nn.Module):
         r.perm.copy_(torch.randperm(len(r.perm), generator=generator, device=r.perm.device))
         r.u.fill_(1)                                           # the first u has a positive sum
         r.v.zero_()
-        r.update_vectors()
+        update_vectors([r])
         if c.init == "appendix":
             return appendix_start(self, tables[self.table], generator)
         r.q_norm.weight.fill_(c.key_dim ** -self.norm_power)
@@ -546,9 +548,9 @@ class Model(nn.Module):
 
     def begin_step(self, step, max_iters):
         """Before an optimizer step: the singular vectors of the cores as they are now."""
-        for module in self.modules():
-            if isinstance(module, Retrieval):
-                module.update_vectors()
+        retrievals = [module for module in self.modules() if isinstance(module, Retrieval)]
+        if retrievals:
+            update_vectors(retrievals)
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) int64. With targets (B, T), -1 where there is no loss: (None, mean
