@@ -15,7 +15,16 @@ swept = ("dense", "UltraMemV2", "UltraMemV2 values 4x", "MoE-8", "MoE-8 as FFN",
          "UltraMem values 4x", "Memory+", "PKM", "PEER")
 variants = {}
 baseline = {}
+
+
+def add(title, rate):
+    keys = table3[title][0]
+    own = dict(keys.get("cpu", {}), learning_rate=rate)         # in place of the table's
+    variants[f"{title} {rate:g}"] = (dict(keys, learning_rate=rate, cpu=own), None)
+    baseline[f"{title} {rate:g}"] = f"{title} 0.0016"
+
+
 for title in swept:
     for rate in (4e-4, 8e-4, 16e-4, 32e-4):
-        variants[f"{title} {rate:g}"] = (dict(table3[title][0], learning_rate=rate), None)
-        baseline[f"{title} {rate:g}"] = f"{title} 0.0016"
+        add(title, rate)
+add("MoE-8", 64e-4)
