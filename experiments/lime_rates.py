@@ -11,7 +11,7 @@ from experiments.lime_routers import cpu, gpu, prepare, start
 model = "lime"
 metric = "val_loss"
 seeds = 1
-cpu = dict(cpu, max_iters=500, warmup=0.4)
+cpu = dict(cpu, max_iters=500, warmup=0.4, router_lr=10 / 6)     # add() has its own
 gpu = dict(gpu, max_iters=250, warmup=0.4)
 plain = {                       # without routers that learn at a rate of their own
     "LLaMA": dict(dense=True),
