@@ -7,6 +7,7 @@ import os
 
 # Before kernels.py is imported: the Triton kernels run on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")    # finds a GPU and leaves it alone
 import functools
 import gzip
 import hashlib
@@ -53,7 +54,10 @@ from prepare_fineweb import load_token_bytes, prepare
 
 torch.set_num_threads(1)                                       # sizes here are tiny
 DEVICE = os.environ.get("NANOMEM_TEST_DEVICE", "cpu")          # of the kernels' tests
-if DEVICE != "cpu":
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if torch.cuda.is_available() else ""
+if DEVICE == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""                    # programs run on the CPU everywhere
+else:
     torch.set_default_device(DEVICE)
 parametrize = pytest.mark.parametrize
 slow = pytest.mark.skipif(not os.environ.get("NANOMEM_SLOW"), reason="python test_all.py --slow")
@@ -4169,10 +4173,18 @@ def runs_beside(options, picks):
     yield [*files, *options], {}
     if not picks:                                                      # a third of the time
         yield [__file__, *options, "-k", "kernels"], {}
-    if torch.cuda.is_available():
-        compiled = dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda")
+    if GPUS:
+        compiled = dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda", CUDA_VISIBLE_DEVICES=GPUS)
         chosen = "kernels and not never_holds"    # chunks are larger there
         yield [__file__, *options, "-k", chosen], compiled
+
+
+def test_only_the_kernels_tests_use_a_gpu(monkeypatch):
+    assert DEVICE != "cpu" or sample.pick_device("") in ("cpu", "mps")
+    monkeypatch.setitem(globals(), "GPUS", "2,3")
+    usual, kernels_alone, (command, added) = runs_beside(["-q"], picks=False)
+    assert not usual[1] and not kernels_alone[1]
+    assert added["CUDA_VISIBLE_DEVICES"] == "2,3" and "kernels and not never_holds" in command
 
 
 if __name__ == "__main__":
