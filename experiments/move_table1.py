@@ -26,7 +26,7 @@ prepare = dict(
 cpu = dict(depth=4, block_size=256, batch_tokens=8192, max_iters=1000, eval_interval=125,
            eval_tokens=131072, sample_tokens=0, weight_decay=0.02)      # 8.2M tokens a run
 gpu = dict(depth=12, block_size=1024, batch_tokens=131072, max_iters=1000, eval_interval=125)
-RATES = {                       # of a bank, 1/4 of the recipe's being 4: the best first
+RATES = {                       # of a bank, 1/4 of the recipe's being 4: the table's first
     "LaVE x1": (4, 1, 16),
     "LaVE x2": (4, 1, 16),
     "MoVE x1": (4, 1, 16),
