@@ -787,8 +787,8 @@ def align(A, B):
 def fill_opt_deus(new, blocks, places):
     """The mean of the two neighbours after the neurons of the lower, A, are put in the order of the
     upper's, B. Exact assignment; the published plan is Sinkhorn's, with columns that sum to
-    1/rows: A almost vanishes, and half of B is left. Then the output projections are set to zero,
-    so that the block adds nothing."""
+    1/rows: A almost vanishes, and half of B is left (of the MLP's norm A/4 + B/2). Then the output
+    projections are set to zero, so that the block adds nothing."""
     for block, i in zip(new, places):
         A = dict(blocks[i - 1].state_dict())
         B = blocks[i].state_dict()

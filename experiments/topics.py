@@ -8,6 +8,8 @@ the sequences of one leaf each that `prepare_fineweb.py --clusters=8,8` writes.
 Nodes are numbered from 0 at every level; node i's children are i*k ... i*k + k-1. What the tree is,
 its centroids and its embedder's state, stands in one file, retriever.npz, and has one hash, which
 data and checkpoints carry: blocks learned under one tree mean nothing under another.
+Another machine or number of threads may round the embedder's state differently, which gives
+another hash: copy the file, do not build the tree again.
 This file imports nothing of ours. A mistake that can be put right is a ValueError.
 """
 import functools
