@@ -528,7 +528,10 @@ def find_dataset(name: str) -> Path:
         name = "fineweb_edu" if (data / "fineweb_edu/meta.json").exists() else "pydocs"
     if name == "pydocs" and not (data / "pydocs/meta.json").exists():
         prepare(source="pydocs", out=str(data / "pydocs"))     # of several processes one builds it
-    return Path(name) if Path(name).is_dir() else data / name
+    here, named = Path(name), data / name
+    if here.is_dir() or "/" in name and not named.is_dir():    # a path, there or not
+        return here
+    return named
 
 
 def load_token_bytes(folder):

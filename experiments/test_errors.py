@@ -230,6 +230,7 @@ CASES = r"""
 -  nowhere.py  no config file nowhere.py
 -  data  no config file data
 -  --dataset=nowhere  there is no data folder
+-  --dataset=data/nowhere  there is no data folder data/nowhere:
 -  --dataset=text.jsonl  there is no data folder
 -  --dataset=empty  neither meta.json nor *.bin
 -  --dataset=run  neither meta.json nor *.bin
