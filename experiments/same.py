@@ -8,6 +8,7 @@ Where that is so, results/same.jsonl says it, and rows made by the older code st
 without a dagger. No other option is tried: if a change is about one, delete its rows.
 """
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,8 @@ def losses(tree, name, flags, folder):
     folder/name; "@" in its flags is the folder."""
     flags = [flag.replace("@", str(folder)) for flag in flags]
     command = [sys.executable, "train.py", *STEPS, *flags, f"--out_dir={folder}/{name}"]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}              # two runs at once do not wait
+    done = subprocess.run(command, cwd=tree, env=one_thread, capture_output=True, text=True)
     need(done.returncode == 0, f"{' '.join(command)} failed in {tree}: {done.stderr[-1500:]}")
     log = Path(folder, name, "log.jsonl").read_text().splitlines()
     return [row.get("loss", row.get("val_loss")) for row in map(json.loads, log)]
