@@ -32,10 +32,15 @@ from prepare_fineweb import run_file
 
 # One-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
-CLAIMS_TITLE = """# Every claim and its verdict
+CLAIMS_TITLE = """# Claims and their verdicts
 
-"A > B" says that A's metric is higher: of a loss, that B is better, and a positive difference is
-B's lead. [The verdicts](../README.md#how-to-read-a-table).
+"A > B" says that A's number is higher. In hiermem_longtail (recall), lime_arithmetic and
+lime_prosqa (accuracy) higher is better, and a positive difference is A's lead. The others are
+losses: lower is better, and a positive difference is B's lead. A linked table's first lines explain
+its variants; [the verdicts](../README.md#how-to-read-a-table). Tables at other settings have theirs
+in their own files: [lime_routers_high](lime_routers_high-cpu.md),
+[lime_routers_short_warmup](lime_routers_short_warmup-cpu.md),
+[which_memory_intel](which_memory_intel-cpu_16M.md).
 
 """
 CLAIM_HEAD = ["claim", "difference", "paper's", "trend: 1/4, 1/2, whole", "seeds", "verdict"]
@@ -527,8 +532,26 @@ def check_data(rows, file, data_id):
         seen.setdefault(dataset, set()).add(str(row["data_id"]))
     for ids in seen.values():
         need(len(ids) == 1, f"results on different data (data_id {', '.join(sorted(ids))}) are "
-             f"never mixed: move {file.relative_to(ROOT)} away, or give the --dataset= on which "
-             "its rows were made")
+             f"never mixed: move {file.relative_to(ROOT)} and the runs of the other data in out/ "
+             "away, or give the --dataset= on which its rows were made")
+
+
+def make_way(file, data_id):
+    """Rows of another text move aside, to NAME-SCALE.DATA_ID.jsonl; those of this one come back."""
+    def aside(data_id):
+        return file.with_suffix(f".{data_id}.jsonl")
+
+    rows = read_rows(file).values()
+    others = {str(row["data_id"]) for row in rows if "dataset" not in row["overrides"]}
+    if not data_id or data_id in others or len(others) > 1:
+        return
+    for other in others:
+        need(not aside(other).exists(), f"{file} and {aside(other)} both have rows of data_id "
+             f"{other}: move one away")
+        file.rename(aside(other))
+        print(f"{file.name} has rows of another text: they are in {aside(other).name} now")
+    if aside(data_id).exists():
+        aside(data_id).rename(file)
 
 
 def collect(exp, opt, runs, file, data_id=""):
@@ -872,7 +895,10 @@ def main(path, argv, dataset=""):
         need(there, f"dataset={dataset}: there is no such data folder")
         for run in runs:
             check_begun(run)
-        known = recorded(runs, report(data_id_of(dataset)))     # refuses other data before it runs
+        data_id = data_id_of(dataset)
+        with reading(results):
+            make_way(results, data_id)
+        known = recorded(runs, report(data_id))                 # refuses other data before it runs
         for number in (signal.SIGINT, signal.SIGTERM):          # a shell's & ignores SIGINT
             signal.signal(number, signal.default_int_handler)
         try:

@@ -363,6 +363,24 @@ def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab)
     assert len(calls(lab)) == 14                               # refused before the first run
 
 
+def test_rows_of_another_text_make_way_and_come_back(finished, lab, capsys):
+    meta, file = lab / "data/new/meta.json", lab / f"{RESULTS}.jsonl"
+    before = file.read_text()
+    for data_id, starts in (("id-b", 28), ("id-new", 28), ("id-b", 28)):
+        shutil.rmtree(lab / "out/toy_table-cpu", ignore_errors=True)       # as in a fresh clone
+        meta.write_text(json.dumps({"data_id": data_id}))
+        assert runner.main(finished, []) == 0
+        assert len(calls(lab)) == starts, "each text's rows are made once"
+        assert (file.read_text() == before) == (data_id == "id-new")
+        other = "id-new" if data_id == "id-b" else "id-b"
+        said = f"they are in toy_table-cpu.{other}.jsonl now"
+        assert said in capsys.readouterr().out and file.with_suffix(f".{other}.jsonl").exists()
+    file.with_suffix(".id-b.jsonl").touch()
+    meta.write_text('{"data_id": "id-new"}')
+    with pytest.raises(ConfigError, match="both have rows of data_id id-b: move one away"):
+        runner.main(finished, [])
+
+
 def test_a_run_begun_with_other_code_is_not_continued(lab):
     path = experiment(lab, 'variants = {"standard": (dict(fail="yes"), None)}')
     for text in ("width = 1\n", "# no code\nwidth = 1\n"):
