@@ -58,13 +58,13 @@ TRACKS = {
         "val_loss", 3.28, "prepare_fineweb.py --max_tokens=2_000_000_000", "gpt2",
         dict(dataset="fineweb_edu", device="cuda", block_size=1024, **whole),
         dict(model="move", dense=True, depth=12, optimizer="muon", batch_tokens=131072,
-             max_iters=10000), "The time to beat is 30 minutes on one GPU."),
+             max_iters=10000), "The aim: less than 30 minutes on one GPU."),
 }
 FIXED = ("seed", "out_dir", "init_from", "skip_steps", "dry_run")    # beside the tracks' own
 GUIDE = """# Speedruns
 
-Train to the mark in the least time. As a rule a record is one change to the one above: read down,
-a lesson.
+Train to the mark in the least time. Most records change one thing in the one above: read the table
+downwards.
 
 1. Fork, install, run `python train.py --model=move`: that makes the CPU track's text.
 2. Try an entry, flags of train.py:
@@ -75,13 +75,13 @@ a lesson.
 6. `python test_all.py -k mine` must pass: a model that looks ahead sets no record.
 7. The baseline runs with your train.py and kernels.py: a change there is off unless a flag says so.
 8. Commit, close other programs, run three seeds and the baseline: `--note="what changed"`.
-9. It writes a row if the mean meets the mark, in less of the baseline's time than the last record.
+9. It writes a row if the mean meets the mark and your share of the baseline's time is a new low.
 10. Send a pull request with that commit, `results/speedrun.jsonl` and `speedrun.md`.
 
 The clock is train_seconds: loading of data is in, compiling and evaluating are out; "in all" is the
 whole process, with them. Machines are compared by the ratio to the baseline, which runs between the
-first seed and the second. Texts are never compared: each data_id has a board of its own (another
-version of Python, numpy, networkx or torch makes another text).
+first seed and the second. Texts are never compared: each data_id has a board of its own. The text
+comes from your Python, numpy, networkx and torch: with other versions you begin a new board.
 """
 HEAD = ["date", "commit", "entry", "steps", "mean of seeds", "seconds", "in all", "of baseline",
         "machine", "what changed"]

@@ -70,7 +70,7 @@ tuned_4M = {                    # from 3.9M tokens on; who is not here keeps tho
     "HierMem dense": dict(learning_rate=15e-3),
     "HierMem": dict(learning_rate=15e-3, memory_lr=1 / 9),
 }
-times_on = "one core of an AMD EPYC (step_time.py)"
+times_on = "one core of an AMD EPYC (step_time.py; before those of step_time-cpu.jsonl)"
 times = {                       # a step of the memory there, its baseline's 1: step_time.py
     "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 1.77, "HierMem": 1.10,
     "MIDUS": 1.02, "HierMem post-hoc": 0.76,
