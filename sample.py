@@ -363,7 +363,7 @@ def write_samples(model, tok, c, context):
 def word_tokens(tok, ids, word=""):
     """Positions of the tokens that hold a byte of the last place where `word` (in any case; "" is
     any word) stands by itself."""
-    pieces = [tok.token_bytes(i) for i in ids]
+    pieces = [tok.between + tok.token_bytes(i) for i in ids]
     # A context may begin within the bytes of a letter.
     text = b"".join(pieces).decode(errors="surrogateescape")
     wanted = re.escape(word) or r"\w+"

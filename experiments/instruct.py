@@ -9,7 +9,8 @@ instruction; records that are longer than block_size are left out.
 A source is a .jsonl (.gz, .xz) file of {"instruction", "input", "output"} (Alpaca) or
 {"instruction", "context", "response"} (Dolly), or a .json file with an array of them; "input" may
 be "" or absent. A record with an empty answer is left out. The tokenizer must be the one that the
-model was trained with. The records lie in OUT_records/train.jsonl.
+model was trained with. In a folder the files named val* are held out, as by prepare_fineweb.py. The
+records lie in OUT_records/.
 """
 import json
 import sys
@@ -30,16 +31,17 @@ overwrite = False             # write anew what is there
 
 
 def read_records(path):
-    """[(record, where it stands)]"""
+    """[(split, where it stands, record)]; a file named val* beside others is held out, as in
+    prepare_fineweb.py."""
     if path.suffix != ".json":
-        return [(row, where) for _, where, row in read_files(path, "text")]
+        return [(split or "train", where, row) for split, where, row in read_files(path, "text")]
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:                                 # it does not name the file
         raise ConfigError(f"{path} cannot be read: {error}") from None
     need(isinstance(rows, list), f"{path} must be an array of records; one record a line is a "
          ".jsonl file")
-    return [(row, f"{path}, record {n}") for n, row in enumerate(rows, 1)]
+    return [("train", f"{path}, record {n}", row) for n, row in enumerate(rows, 1)]
 
 
 def to_record(row, where):
@@ -73,15 +75,23 @@ def main(argv):
     source = Path(c.source).resolve()
     need(folder.resolve() not in (source, *source.parents),
          f"source={c.source} lies in {folder}, which is written anew: --out= elsewhere")
-    records = [to_record(row, where) for row, where in read_records(Path(c.source))]
-    records = [record for record in records if record["answer"]]
+    records = {"train": [], "val": []}
+    for split, where, row in read_records(Path(c.source)):
+        record = to_record(row, where)
+        if record["answer"]:
+            records[split].append(record)
     need(c.tokenizer != "bpe", "tokenizer=bpe: it must be the one that the model was trained with, "
          "gpt2, bytes or its tokenizer.json")
-    short = short_enough(records, get_tokenizer(c.tokenizer), c.block_size)
-    need(short or not records, f"block_size={c.block_size}: all records are longer")
-    print(f"{len(short):,} of {len(records):,} records fit into {c.block_size} tokens")
+    tok = get_tokenizer(c.tokenizer)
+    short = {split: short_enough(records[split], tok, c.block_size) for split in records}
+    there, fit = (sum(map(len, splits.values())) for splits in (records, short))
+    need(fit or not there, f"block_size={c.block_size}: all records are longer")
+    print(f"{fit:,} of {there:,} records fit into {c.block_size} tokens")
     folder.mkdir(parents=True, exist_ok=True)
-    write_jsonl(folder / "train.jsonl", short)
+    write_jsonl(folder / "train.jsonl", short["train"])
+    (folder / "val.jsonl").unlink(missing_ok=True)              # an earlier source's
+    if short["val"]:
+        write_jsonl(folder / "val.jsonl", short["val"])
     prepare(source=str(folder), tokenizer=c.tokenizer, out=c.out, block_size=c.block_size,
             overwrite=True)
 

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -437,9 +438,11 @@ def stop(processes):
     """Ctrl-C: the trainers save and leave; who has not left after two minutes is killed."""
     for process in processes:
         process.send_signal(signal.SIGINT)
+    end = time.time() + 120
     try:
         for process in processes:
-            process.wait(120)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, end - time.time()))
     finally:
         for process in processes:
             process.kill()
@@ -868,7 +871,9 @@ def data_id_of(dataset):
 def main(path, argv, dataset=""):
     """Run the experiment file. -> exit code: 0; 1 if a run failed; 130 after Ctrl-C."""
     defaults = vars(Options(dataset=dataset))
-    opt, (_, *others) = options([str(path), *argv], globals(), defaults)
+    opt, files = options([str(path), *argv], globals(), defaults)
+    need(files, "which experiment? Its file comes first: experiments/move_table1.py, say")
+    others = files[1:]
     need(not others, f"one experiment at a time, not also {', '.join(others)}")
     need(opt.scale[:3] in ("cpu", "gpu"), f"--scale={opt.scale}: must be cpu or gpu, or what the "
          "experiment has beside them")

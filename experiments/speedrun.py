@@ -116,7 +116,8 @@ def plan(opt, flags, data_id):
         folder = f"{opt['out']}/speedrun-{opt['track']}/{name}/{side}/s{seed}"
         return runner.Run(side, seed, folder, [*own, *as_flags({**track.fixed, "seed": seed})])
 
-    runs = [a_run("entry", seed, flags) for seed in range(opt["seeds"])]
+    own = [f"--model={model_of(flags)}", *flags]                # run.py wants the model first
+    runs = [a_run("entry", seed, own) for seed in range(opt["seeds"])]
     if opt["seeds"] == 3:
         runs.insert(1, a_run("baseline", 0, as_flags(track.baseline)))
     return runs

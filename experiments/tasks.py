@@ -312,6 +312,8 @@ def read_prosqa(path):
             need(isinstance(sample, dict) and key in sample, f"{path}, sample {n} has no {key!r}")
             good = isinstance(sample[key], kind)
             need(good, f"{path}, sample {n}: {key!r} is no {kind.__name__}")
+        texts = all(isinstance(step, str) for step in sample["steps"])
+        need(texts, f"{path}, sample {n}: 'steps' are not all texts")
     return found
 
 

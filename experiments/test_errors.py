@@ -561,6 +561,7 @@ mine/tokenizer.json: c["added_tokens"] = []  --tokenizer=mine/tokenizer.json
 # train.py exp.py
 -  other.py  one experiment at a time, not also other.py
 # experiments/run.py
+-  --jobs=2  which experiment? Its file comes first
 -  nowhere.py  there is no experiment file nowhere.py
 -  dict.json  dict.json
 -  exp.py other.py  one experiment at a time, not also other.py
@@ -701,6 +702,8 @@ a.json = b'5'  prosqa --val=a.json  a.json holds no list of samples
 a.json = b'[{"question": "?", "answer": 5, "steps": []}]'  prosqa --val=a.json  'answer' is no str
 a_records = b""  facts --source=a_records --out=a --overwrite=True
     source=a_records lies in a_records, which is written anew
+a.json = b'[{"question": "?", "answer": "!", "steps": [3]}]'  prosqa --val=a.json
+    'steps' are not all texts
 a.json = b'[]'  prosqa --val=a.json  too few different documents
 a.json.xz = b"no xz"  prosqa --val=a.json.xz  a.json.xz cannot be read
 a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records with a text

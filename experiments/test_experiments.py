@@ -531,6 +531,18 @@ def wait_for(condition):
         time.sleep(0.05)
 
 
+def test_who_does_not_leave_is_killed(monkeypatch):
+    """Ctrl-C is no error then either."""
+    process = subprocess.Popen([sys.executable, "-c", "import signal, time\nfor n in (2, 15): "
+                                "signal.signal(n, signal.SIG_IGN)\nprint(flush=True)\n"
+                                "time.sleep(60)"], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    times = iter([0, 120])                                     # the two minutes are over
+    monkeypatch.setattr(runner, "time", SimpleNamespace(time=lambda: next(times)))
+    runner.stop([process])
+    assert process.wait(10) == -signal.SIGKILL
+
+
 FAILING = '''
     claims = ["standard > broken"]
     variants = {
@@ -1097,6 +1109,8 @@ def test_the_words_of_a_sample_have_spaces_between_them(tmp_path):
     tok = get_tokenizer(tmp_path / "tokenizer.json")
     assert "".join(sample.text_pieces(tok, [1, 2, 1])) == " one two one"
     assert tok.decode([1, 2, 1]) == "one two one"
+    for word, place in (("one", 3), ("two", 2), ("", 3)):      # and --inspect finds each
+        assert sample.word_tokens(tok, [tok.eot, 1, 2, 1], word) == [place]
 
 
 def test_answers_are_those_of_prompts_alone():
@@ -1427,6 +1441,13 @@ def test_instructions_become_prompts_and_answers(tmp_path):
     assert records[2]["prompt"] == "### Instruction:\nRepeat 2.\n\n### Response:\n"
     between = "Repeat 3.\n\n### Input:\na word\n\n### Response:"
     assert records[3]["prompt"] == f"### Instruction:\n{between}\n"
+    both = tmp_path / "both"
+    write_jsonl(both / "train.jsonl", rows[:9])
+    write_jsonl(both / "val_1.jsonl", rows[9:12])
+    assert len(records_of(both)) == 9
+    held_out = read_jsonl(tmp_path / "data_records/val.jsonl")
+    assert [record["answer"] for record in held_out] == answers[9:12]
+    assert records_of(array) == records and not (tmp_path / "data_records/val.jsonl").exists()
 
 
 # ================================================================ analysis.py

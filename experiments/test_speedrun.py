@@ -99,6 +99,15 @@ def test_three_seeds_and_a_baseline_make_a_row(track, capsys):
                      "cpu x, float32, 2 threads", "more cowbell"]
 
 
+def test_an_entrys_model_may_stand_anywhere_or_nowhere(track):
+    """train.py's own is move; run.py wants to know whose code a run has."""
+    (track / "model_move.py").write_text("width = 1\n")
+    rest = ["--score=1.2", "--seconds=5", "--seeds=1"]
+    for flags in (rest, [*rest, "--model=toy"]):
+        speedrun.main(flags)
+    assert [call["model"] for call in calls(track)] == ["move", "toy"]
+
+
 def test_a_note_stays_in_its_cell(track):
     speedrun.main([*BELOW, "--note=a | b\nc"])
     assert board_rows(track)[0][-1] == r"a \| b c"
