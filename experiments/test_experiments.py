@@ -856,7 +856,7 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     step = which_memory.times["LIMe"]
     assert lime.startswith(f"| LIMe | +0 | {step:.2f}x | 1.50x | - |"), "no checkpoint to decode"
     assert midus.endswith("| +0.1000 | sign agrees (1 seed) | +0.1000 | sign agrees (1 seed) | 1 |")
-    assert ("Times are by turns: of a step, toy; one core of an AMD EPYC (step_time.py); of "
+    assert (f"Times are by turns: of a step, toy; {which_memory.times_on}; of "
             "decoding, toy 2. Memory: peaks of the runs.") in lines
     heading, _, move, *_, last = (results / "which_memory-cpu-growth.md").read_text().splitlines()
     assert last.endswith(" data_id cpu text, cpu_4M text.")
