@@ -49,6 +49,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import sys
@@ -1039,7 +1040,7 @@ def _build(c, folder, asked):
         print(f"{split}: {meta['documents'][split]:,} documents, {meta['bytes'][split]:,} bytes, "
               f"{meta['tokens'][split]:,} tokens of {meta['tokenizer']} ({meta['vocab_size']:,})")
     print(f"{folder} ({meta['data_id']}) is ready after {time.time() - start:.0f} s: "
-          f"python train.py --dataset={folder}")
+          f"python train.py --dataset={shlex.quote(str(folder))}")
 
 
 def _check_settings(c):

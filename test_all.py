@@ -2936,6 +2936,15 @@ def test_midus_resume_is_exact_in_cpt(midus_run, text_folder, tmp_path):
             model="midus", dataset=text_folder)
 
 
+def test_compiling_leaves_a_batch_norms_statistics_alone(
+        midus_run, text_folder, tmp_path, monkeypatch):
+    """Its trial batches, before the clock runs, count for nothing, whenever a run is resumed."""
+    monkeypatch.setattr(torch, "compile", lambda net: net)
+    flags = "--max_iters=2 --upscale=midus --phase=cpt --n_keys=8 --queries=batch_norm --compile=1"
+    train_midus(flags, init_from=midus_run, dataset=text_folder, out_dir=tmp_path)
+    assert load_ckpt(tmp_path)["model"]["inserted.0.query_norm.num_batches_tracked"] == 2
+
+
 # ================================================================ model_hiermem.py
 
 KINDS = ("ffn", "lora_qk", "lora_vo", "lora_ffn", "kv")
@@ -3503,6 +3512,14 @@ def test_a_resumed_run_has_the_rates_and_decays_that_it_is_given(tiny, tmp_path)
     assert all(group["betas"][0] == 0.8 for group in groups)
 
 
+def test_a_resumed_run_takes_the_saved_value_where_minus_1_is_given(tiny, tmp_path):
+    tiny("--max_iters=2 --optimizer=adamw")
+    run = tiny("--init_from=resume --max_iters=3 --batch_tokens=-1 --depth=-1 --optimizer=")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["tokens"] == 3 * 128
+    assert [run["config"][key] for key in ("depth", "optimizer")] == [1, "adamw"]
+
+
 def test_a_run_that_ends_where_it_was_stopped_is_evaluated_there(tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_at(4, patch)
@@ -3890,6 +3907,36 @@ def test_an_earlier_runs_files_move_aside_together(tiny, tmp_path):
         assert previous.read_bytes() == contents != path.read_bytes()
 
 
+def test_an_earlier_checkpoint_keeps_its_tokenizer_if_a_run_saves_nothing(tmp_path):
+    """As one that is killed before its first checkpoint."""
+    folders = []
+    for name, texts in (("a", small_texts()), ("b", [text.upper() for text in small_texts()])):
+        folders.append(prepare_bytes(write_texts(tmp_path / f"{name}.jsonl", texts),
+                                     tmp_path / name, tokenizer="bpe", vocab_size=300))
+    begin = functools.partial(train, *TINY, out_dir=tmp_path / "run")
+    begin("--max_iters=1", dataset=folders[0])
+    begin("--max_iters=0", dataset=folders[1])                 # saves no checkpoint
+    begin("--max_iters=1", dataset=folders[1])
+    for name, folder in (("previous-tokenizer.json", folders[0]), ("tokenizer.json", folders[1])):
+        mine = (tmp_path / "run" / name).read_bytes()
+        assert mine == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_result_names_the_code_that_it_began_with(tiny, tmp_path, monkeypatch):
+    from experiments import run as runner
+    hashes = iter("12")
+    monkeypatch.setattr(runner, "source_hash", lambda model: next(hashes))
+    began = []
+
+    def shuffled(self, seed, rows, original=TokenShards.shuffled):
+        began.append(next(hashes, None))                       # whoever asks now is too late
+        return original(self, seed, rows)
+    monkeypatch.setattr(TokenShards, "shuffled", shuffled)
+    tiny("--max_iters=1")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["source_hash"] == "1" and began == ["2"]
+
+
 def test_resume_goes_on_for_longer_and_init_from_starts_anew(
         tiny, text_folder, finished_run, tmp_path):
     more = tmp_path / "more"
@@ -3902,6 +3949,7 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(
     tiny("--max_iters=1", init_from=finished_run, out_dir=tmp_path / "new")
     before = log_of(finished_run, "val_loss")[2]
     assert log_of(tmp_path / "new", "val_loss")[0] == approx(before, abs=1e-5)
+    tiny("--depth=-1 --max_iters=0", init_from=finished_run, out_dir=tmp_path / "new")
     for begin in ("scratch", tmp_path / "narrow"):             # the width goes before the depth's
         tiny("--n_embd=32 --max_iters=1", init_from=begin, out_dir=tmp_path / "narrow")
 

@@ -31,6 +31,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import signal
 import sys
 import time
@@ -181,7 +182,7 @@ if resume:                                         # the run that stopped decide
         need(same, f"{key}={value}: the checkpoint has {key}={saved.get(key)}; give that, or start "
              "from scratch")
     assemble(out, ckpt)                            # or model_NAME.py has changed since
-    here = {"out_dir", "init_from", "device", *given}
+    here = {"out_dir", "init_from", "device", *given} - {*FIXED}      # -1 too is the saved one
     globals().update({key: saved[key] for key in defaults if key in saved and key not in here})
     done = max_iters < ckpt["step"] or max_iters == ckpt["step"] and (out / "result.json").exists()
     need(not done, f"{out}/ckpt.pt is of step {ckpt['step']} and max_iters={max_iters}: give a "
@@ -213,7 +214,7 @@ elif init_from == "scratch":
     fields = {"block_size": automatic(-1, 256, 1024), "vocab_size": meta["vocab_size"], **fields}
     model_config = make_config(module, preset, depth, fields)
 else:
-    if preset or "depth" in given:
+    if preset or given.get("depth", -1) != -1:
         dial = make_config(module, preset, depth, {})
         fields = {"n_layer": dial.n_layer, "n_embd": dial.n_embd, **fields}
     with reading(init_from, "cannot be used here"):
@@ -286,6 +287,9 @@ if device == "cpu":                                # Linux would kill the proces
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     need(memory < there, f"{memory / 2 ** 30:.0f} GiB of {there / 2 ** 30:.0f}: choose a smaller "
          "model")
+if master:
+    from experiments.run import draw_losses, origin
+    made_by = origin(model, device)                # now: the files may be edited while it runs
 raw.to_empty(device=device)
 raw.init_weights()
 
@@ -475,14 +479,18 @@ def must_be_finite(value, what):
 
 
 def begin_output():
-    """What an earlier run has left moves aside; what sample.py wants of the data comes here. On
-    resume the log ends at the checkpoint: what came after is done again."""
+    """What an earlier run has left moves aside, but not beside an older checkpoint if it saved none
+    itself: that one needs its own tokenizer. What sample.py wants of the data comes here. On resume
+    the log ends at the checkpoint: what came after is done again."""
     if resume:
         (out / "result.json").unlink(missing_ok=True)
         (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
         return
+    saved_nothing = (out / "previous-ckpt.pt").exists() and not (out / "ckpt.pt").exists()
     for name in OUTPUTS:
-        if (out / name).exists():
+        if (out / name).exists() and saved_nothing:
+            (out / name).unlink()
+        elif (out / name).exists():
             os.replace(out / name, out / f"previous-{name}")
             show(f"an earlier run's {out}/{name} is now previous-{name}")
     for file in folder.iterdir():
@@ -556,9 +564,12 @@ if resume and master:
     show(f"resumed {out}/ckpt.pt at step {step} of {max_iters}")
     begin_output()
 if compile:                                        # before the clock runs: gradients, thrown away
+    buffers = [(b, b.clone()) for b in raw.buffers()]              # a batch norm's statistics
     for n in (step, step + 1):                     # twice: two batches differ in distinct tokens
         forward_backward(*fetch(n))
         raw.zero_grad(set_to_none=True)
+    for b, before in buffers:
+        b.copy_(before)
 while True:
     due = step % eval_interval == 0 or step == max_iters
     evaluated = log and log[-1]["step"] == step and "val_loss" in log[-1]  # before it was resumed
@@ -576,8 +587,8 @@ while True:
             save()
     if over_processes(torch.tensor(len(stop))) > 0:            # all end after the same step
         save()
-        leave(f"train.py: stopped; go on with: python train.py --model={model} --out_dir={out} "
-              "--init_from=resume")
+        leave(f"train.py: stopped; go on with: python train.py --model={model} "
+              f"--out_dir={shlex.quote(str(out))} --init_from=resume")
     if step == max_iters:
         break
     start = time.perf_counter()
@@ -598,14 +609,13 @@ while True:
 
 # ---------------------------------------------------------------- the end: result, picture, sample
 if master:
-    from experiments.run import draw_losses, origin
     result = {
         "model": model, "seed": seed, **progress,
         "curve": [row for row in log if "val_loss" in row],
         "params": counts, "flops_per_token": flops,
         "step_ms": 1e3 * median(step_times) if step_times else None,
         "peak_memory_mb": peak_memory() / 2 ** 20, "tokens": step * batch_tokens,
-        "dtype": dtype, "data_id": meta["data_id"], **origin(model, device), "config": config}
+        "dtype": dtype, "data_id": meta["data_id"], **made_by, "config": config}
     with naming(out / "result.json"):
         (out / "result.json.tmp").write_text(json.dumps(result, indent=1))
         os.replace(out / "result.json.tmp", out / "result.json")
@@ -617,5 +627,6 @@ if master:
         show(f"\na sample:\n{tok.decode([int(i) for i in ids])}\n")
     if step:                                       # else no checkpoint has been saved
         show(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result "
-             f"{out}/result.json\nnext: python sample.py --out_dir={out} --prompt=\"...\"")
+             f"{out}/result.json\nnext: python sample.py --out_dir={shlex.quote(str(out))} "
+             "--prompt=\"...\"")
 leave()
