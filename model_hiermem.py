@@ -58,7 +58,7 @@ class Config:
     vocab_size: int = 50432       # tokens
     block_size: int = 2048        # tokens of context in training
     n_layer: int = 35             # L
-    n_head: int = 12              # h, query heads
+    n_head: int = 12              # H, query heads (the paper's h)
     n_kv_head: int = -1           # key/value heads; -1: n_head (fewer in anchors like Llama 3)
     head_dim: int = -1            # d_h; -1: n_embd/n_head (OpenLM-160M: 32)
     n_embd: int = 512             # d, width
@@ -174,7 +174,8 @@ class Config:
         return [r * width for r in self.level_ranks]
 
 
-# Tables 4 to 6 with the memories of rows A2, B2, C2 of Table 1; --dense=True: the anchors alone.
+# Tables 4 to 6 with the memories of rows A2, B2, C2 of Table 1; --dense=True: the anchors alone,
+# in the paper with --block_size=8192.
 PRESETS = {
     "openlm_160m": dict(n_layer=35, n_embd=512, n_head=12, head_dim=32,
                         clusters="16,16,16,16", ranks="256,64,16,0"),
@@ -184,8 +185,8 @@ PRESETS = {
                       clusters="16,16,16,16", ranks="768,256,16,0"),
 }
 DENSE = dict(memory="none", frozen=False)
-# The paper's for an anchor. Memories and co-training: 1e-4 -> 1e-5, weight decay 1e-3; all from
-# scratch: 1e-3 -> 1e-5, weight decay 0.1.
+# The paper's for an anchor; its warm-up is 1% of that run, train.py's 2%. Memories and co-training:
+# 1e-4 -> 1e-5, weight decay 1e-3, warm-up 2%; all from scratch: 1e-3 -> 1e-5, weight decay 0.1.
 RECIPE = {
     "adamw": dict(learning_rate=5e-3, min_lr=5e-5, weight_decay=0.05, beta1=0.9, beta2=0.95,
                   grad_clip=1.0, schedule="cosine"),
@@ -193,8 +194,8 @@ RECIPE = {
 
 
 # ---------------------------------------------------------------- the backbone
-# OpenLM, which is Llama with a norm of queries and keys. (Its norms are LayerNorms, the paper does
-# not name one; these are Llama's.)
+# OpenLM, which is Llama with a norm of queries and keys. (OpenLM's norms are LayerNorms, the paper
+# names none; these are Llama's.)
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -303,9 +304,9 @@ def init_normal(p, std, generator):
 class Memory:
     """What a sequence has fetched for one layer, and the three places of a block where it can act.
 
-    This class does nothing there: it is a layer without memory. A kind of memory says how its
-    channels are cut into parts and how these start: such that the anchor's output stays as it is,
-    bit for bit."""
+    This class does nothing there: it is a layer without memory. A kind of memory acts in some of
+    them; its widths() cut a channel into parts, and its init() starts these so that at first the
+    anchor's output stays as it is, bit for bit."""
 
     def __init__(self, config, weights):
         """weights (B, r, width): the channels of all levels together; None: no memory."""
@@ -600,11 +601,9 @@ class Model(nn.Module):
             found.append(output[0].float())
 
         hooks = [block.register_forward_hook(keep) for block in self.blocks]
-        try:
-            self(idx, leaf=leaf)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        self(idx, leaf=leaf)
+        for hook in hooks:
+            hook.remove()
         return torch.stack(found)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
@@ -631,7 +630,7 @@ class Model(nn.Module):
 
     def flops_per_token(self):
         """Forward and backward at full context: 6 a weight (at most 4 in a frozen anchor: up to its
-        first memory nothing needs a gradient), fetched memory too, and 12*T*h*d_h a layer."""
+        first memory nothing needs a gradient), fetched memory too, and 12*T*H*d_h a layer."""
         config = self.config
         weights = (self.head or self.embed).weight.numel()
         for module in self.blocks.modules():
@@ -793,7 +792,7 @@ def start(path, ckpt, fields):
             raise ValueError(f"{name}={value}: {path} has {name}={have.get(name)}; leave {name} "
                              "out, or take data with its tree")
     config = Config(**{**have, **changed})
-    return {"model_config": dict(vars(config)), "model": ckpt["model"]}
+    return {"model_config": vars(config), "model": ckpt["model"]}
 
 
 MEMORIES = {"ffn": FFN, "lora_qk": LoRAQK, "lora_vo": LoRAVO, "lora_ffn": LoRAFFN, "kv": KV}

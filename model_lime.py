@@ -196,8 +196,8 @@ class Attention(nn.Module):
             k, v = self.router(buffer, x)                      # the same shapes         eq. 2
         q = rotate(q, rotary)
         k = rotate(k, rotary)
-        if cache is not None:                                  # a past token's K~, V~ never change:
-            k = cache.append((self.layer, "k"), k)             # K, V of all layers need not be kept
+        if cache is not None:                                  # K~, V~ of a past token never
+            k = cache.append((self.layer, "k"), k)             # change (the paper keeps K and V)
             v = cache.append((self.layer, "v"), v)
         return self.W_O(attend(q, k, v))
 
@@ -238,8 +238,8 @@ class Router(nn.Module):
         self.macs = 2 * config.head_dim * config.n_kv_head * columns
 
     def init_weights(self, name):
-        """A layer's own heads: the identity. The others: Kaiming uniform, so that together they add
-        (n-1)/n of a head's variance, n layers (Appendix H, whose 3/((l+1)H) lacks parentheses)."""
+        """A layer's own heads: the identity. The others: Kaiming uniform, so that those of n layers
+        add (n-1)/n of a head's variance (Appendix H, whose 3/((l+1)H) lacks the parentheses)."""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:
@@ -387,8 +387,8 @@ class Model(nn.Module):
         return dict(total=total, memory=memory, active=active)
 
     def flops_per_token(self):
-        """Forward and backward of the matrix products, at full context: 6 a weight and a
-        multiplication of a mixture (routers and the baselines), 12*T*d a layer for attention."""
+        """Forward and backward of the matrix products, at full context: 6 for a weight or for a
+        multiplication in a mixture (routers, baselines), 12*T*d a layer for attention."""
         c = self.config
         macs = c.vocab_size * c.n_embd if c.tied else 0        # the head
         for module in self.modules():
@@ -440,7 +440,7 @@ def group_of(name):
 # ================================================================ below the fold
 
 class Average(Router):
-    """The mean over layers of the same head: nothing is learned (Appendix F)."""
+    """The mean over layers: nothing is learned (Appendix F). Of the same head: our reading."""
 
     def __init__(self, config, sources):
         super().__init__(config, sources)
@@ -520,12 +520,12 @@ def first(layer, j):
 
 
 def first_prev(layer, j):
-    """The first j, the one before it, and its own (Appendix F)."""
+    """The first j and the one before it (Appendix F), and its own, which the paper leaves open."""
     return sorted({*range(min(layer, j)), layer - 1, layer})
 
 
 def dilated(layer, j):
-    """Every j-th, counted back from its own (Appendix G)."""
+    """Every j-th (Appendix G's dil-j), counted back from its own: our choice."""
     return range(layer % j, layer + 1, j)
 
 
@@ -553,7 +553,8 @@ class DenseFormerBlock(Block):
         self.macs = (layer + 2) * config.n_embd                # of the sum
 
     def init_weights(self, name):
-        self.alpha.zero_()[-1] = 1.0
+        self.alpha.zero_()
+        self.alpha[-1] = 1.0
 
     def forward(self, x, rotary, buffer, cache):
         if not buffer:

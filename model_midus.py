@@ -10,7 +10,7 @@ table of narrow latent values, and each head realises them with its own matrix W
 starts at zero: the deeper model is, to the last bit, the base it grew from.
 
     a'    = Attn'(LN(x)) = [a_1 | ... | a_H]  (B, T, H, d_h)  no output projection        eq. 3
-    s     = a_h[row] K_h[row]^T, a_h[col] K_h[col]^T  (n) and (n)  halves of a_h query    eq. 13
+    s     = a_h[row] K_h[row]^T, a_h[col] K_h[col]^T  (n) and (n)  q_h = a_h, in halves   eq. 13
     slots = the k pairs (i, j) with the largest s_i + s_j                            eqs. 14, 15
     alpha = softmax over these k                                                   after eq. 15
     M_h   = (sum alpha_ij V[i n + j]) W_h     (B, T, d_h)     V (n*n, r), W_h (r, d_h)    eq. 4
@@ -216,15 +216,16 @@ class Attention(nn.Module):
 
     def __init__(self, config, layer, output=True):
         super().__init__()
-        d, d_h = config.n_embd, config.head_dim
+        d = config.n_embd
+        d_kv = config.n_kv_head * config.head_dim
         bias = config.qkv_bias
         self.layer = layer
         self.n_head = config.n_head
         self.n_kv_head = config.n_kv_head
-        self.W_Q = nn.Linear(d, config.n_head * d_h, bias=bias)
-        self.W_K = nn.Linear(d, config.n_kv_head * d_h, bias=bias)
-        self.W_V = nn.Linear(d, config.n_kv_head * d_h, bias=bias)
-        self.W_O = nn.Linear(config.n_head * d_h, d, bias=False) if output else None
+        self.W_Q = nn.Linear(d, d, bias=bias)
+        self.W_K = nn.Linear(d, d_kv, bias=bias)
+        self.W_V = nn.Linear(d, d_kv, bias=bias)
+        self.W_O = nn.Linear(d, d, bias=False) if output else None
 
     def forward(self, x, rotary, cache=None):
         B, T, d = x.shape
@@ -284,7 +285,7 @@ class HeadKeys(nn.Module):
         P, H, d_h = q.shape
         halves = q.view(P, H, 2, d_h // 2)                                 # for rows, for columns
         s = torch.einsum("phxd,hxnd->xphn", halves, self.keys)             # (2, P, H, n)    eq. 13
-        s_row, s_col = s.reshape(2, P * H, self.n_keys)
+        s_row, s_col = s.flatten(1, 2)                                     # (P*H, n) each
         sigma, i, j = product_key_topk(s_row, s_col, self.top_k)           # (P*H, k)    eqs. 14, 15
         alpha = sigma.softmax(-1).to(q.dtype)                              #           after eq. 15
         slots = i * self.n_keys + j
@@ -391,7 +392,7 @@ def upscale(base, method="midus", **fields):
     if method == "midus":
         for block, i in zip(model.inserted, places(config)):
             source = model.blocks[i].state_dict()              # of the block that follows: the
-            block.load_state_dict(source, strict=False)        # norm and the attention (D.2)
+            block.load_state_dict(source, strict=False)        # attention (D.2); the norm is ours
     elif method != "base":
         find_places, fill = METHODS[method]
         fill(model.inserted, model.blocks, places(config))
@@ -494,10 +495,10 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """The memories without decay and, unless memory_schedule, at the highest rate throughout
         (Appendix E.2 says so of keys and values; W_h and the other memories' matrices go with them
-        here), the rest on the schedule; nothing of what is frozen. Values start at 0, and Adam
-        moves a row by about the rate a step. No fan-in multiplies that, as it does a matrix's, and
-        the stream it adds to may be large: at equal rates a memory does less than a block. value_lr
-        makes up for that."""
+        here), the rest on the schedule, norms and biases without decay (ours); nothing of what
+        is frozen. Values start at 0, and Adam moves each by about the rate a step: no sum over a
+        fan-in makes that more, as in a matrix product, and the stream it adds to may be large. So
+        at equal rates a memory does less than a block; value_lr makes up for that."""
         values = []
         memories = []
         matrices = []
@@ -746,7 +747,7 @@ def place_solar(L, D):
 def fill_solar(new, blocks, places):
     """Blocks 0 .. c-1, then L-c .. L-1, c = (L + D)/2: the overlap is there twice. Plain copies."""
     c = places[0]
-    for block, source in zip(new, blocks[len(blocks) - c:]):
+    for block, source in zip(new, blocks[-c:]):
         block.load_state_dict(source.state_dict())
 
 
@@ -786,8 +787,8 @@ def align(A, B):
 
 def fill_opt_deus(new, blocks, places):
     """The mean of the two neighbours after the neurons of the lower, A, are put in the order of the
-    upper's, B. Exact assignment; the published plan is Sinkhorn's, with columns that sum to
-    1/rows: A almost vanishes, and half of B is left (of the MLP's norm A/4 + B/2). Then the output
+    upper's, B. The assignment is exact; the published one is a Sinkhorn plan whose columns sum to
+    1/rows, which leaves almost nothing of A: B/2 (of the MLP's norm A/4 + B/2). Then the output
     projections are set to zero, so that the block adds nothing."""
     for block, i in zip(new, places):
         A = dict(blocks[i - 1].state_dict())
@@ -808,7 +809,7 @@ def fill_opt_deus(new, blocks, places):
 
 def fill_lesa(new, blocks, places):
     """Each matrix from its neighbours' by a network trained on the base. For each kind of matrix
-    [W_0|...|W_(L-1)] = U S [V_0|...|V_(L-1)], and an MLP learns row by row to tell V_i from V_(i-1)
+    [W_0|...|W_(L-1)] = U S [V_0|...|V_(L-1)], and an MLP learns row by row to make V_i from V_(i-1)
     and V_(i+1). Norms are block 0's; biases, of which LESA has none, the neighbours' mean."""
     L = len(blocks)
     if L < 6:

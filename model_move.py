@@ -29,7 +29,7 @@ What to compare it with (below the fold): LaVE, a table of value embeddings for 
 (eq. 6), and both of them inside Multi-head Latent Attention (eq. 7). The backbone is nanochat's of
 January 2026: norms without weights, rotary embeddings, normed queries and keys, relu^2, untied
 embeddings, soft-capped logits, full attention, and x = resid_lambda * x + x0_lambda * x0 before
-each block, where x0 is the embedding.
+each block, where x0 is the normed embedding.
 
     python train.py --model=move --depth=4 --memory_scale=4     # x4; --dense=True: without a memory
 """
@@ -92,7 +92,7 @@ class Config:
 
     @classmethod
     def from_depth(cls, depth, **overrides):
-        """The depth dial: width 64*depth; about width/128 heads, as many as divide the width."""
+        """The depth dial: width 64*depth; heads: the number nearest width/128 that divides it."""
         width = 64 * depth
         target = round(width / 128)
         possible = [n for n in range(1, width) if width % (2 * n) == 0]
@@ -225,7 +225,7 @@ class MLP(nn.Module):
 class Bank(nn.Module):
     """The memory that all layers share: M value vectors for every token of the vocabulary (eq. 2).
 
-    Read once a forward, not once a layer: the distinct tokens of the batch, U of them (far fewer
+    Read once a forward, not once a layer: the distinct tokens of the batch, U of them (fewer
     than B*T), are fetched into `rows`, and every layer reaches its tokens' vectors through
     `inverse`. So the layers' gradients meet in one (U, M, d_kv) buffer, and the bank gets one
     gradient a backward: dense, or of the touched rows alone (sparse_memory).
@@ -245,8 +245,8 @@ class Reading(NamedTuple):
     distinct: torch.Tensor        # (U,) the batch's token ids, sorted, each once
     inverse: torch.Tensor         # (B*T,) where in `distinct` each token is
     rows: torch.Tensor            # (U, M, d_kv) what the bank holds for them; LaVE: None
-    order: torch.Tensor           # (B*T*M,) a row's uses together: one sort for all layers; None
-                                  # without gradients
+    order: torch.Tensor           # (B*T*M,) puts all uses of a row side by side: one sort for all
+                                  # layers' gradients; None without gradients
 
 
 class MoVE(nn.Module):
@@ -265,8 +265,8 @@ class MoVE(nn.Module):
 
     def forward(self, x, v, reading):
         """x (B, T, d) the normed hidden state that W_V saw too; v (B, T, H_kv, d_h) -> V_S:
-        gate[..., :1] * v + einsum("btmhd,bthm->bthd", rows, gate[..., 1:]) at one go, where rows
-        is bank[idx] split into heads."""
+        gate[..., :1] * v + einsum("btmhd,bthm->bthd", rows, gate[..., 1:]), where rows would be
+        bank[idx] split into heads, but is never made. (Without g_0, v is added as it is.)"""
         v_s = mix_values(v.flatten(0, 1), reading.rows, reading.inverse,
                          self.gates(x).flatten(0, 1), self.gate_v, reading.order)    # eq. 4
         return v_s.view(v.shape)
@@ -393,7 +393,6 @@ class Model(nn.Module):
             ratio = dict(embed=10.0, head=1.0, resid=1.0, x0=10.0)
             decay = weight_decay
         matrices = [m.weight for m in self.blocks.modules() if isinstance(m, nn.Linear)]
-        table_kind = "sparse" if self.config.sparse_memory else "adamw"
         groups = [
             group(matrices, optimizer, 1.0, decay),
             group([self.embed.weight], "adamw", ratio["embed"]),
@@ -402,8 +401,9 @@ class Model(nn.Module):
             group([self.x0_lambda], "adamw", ratio["x0"]),
         ]
         if self.tables():
+            kind = "sparse" if self.config.sparse_memory else "adamw"
             rate = ratio["embed"] * self.config.memory_lr
-            groups.append(group(self.tables(), table_kind, rate))
+            groups.append(group(self.tables(), kind, rate))
         if optimizer == "muon":
             for adam in groups[1:]:
                 adam["eps"] = 1e-10

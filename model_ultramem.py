@@ -15,8 +15,8 @@ paper writes one core; H of them, each weighing a slice of V_i, are its publishe
     S_row = q_row K_row,  S_col = q_col K_col   (P, R, r, n)     eq. 6; the keys RMS-normed, too
     u, v  = first singular vectors of sum_H C   (R, r)      the cores taken as of rank 1
     rows, columns: Top-m_key of u^T S_row and of v^T S_col  stage 1, indices only
-    s, i  = Top-m of S_row^T C S_col there      (P, k, H), (P, k)   stage 2, s summed over H; eq. 7
-    i     = Shuffle(i)                          eq. 8, fixed: the values do not see the grid
+    s, i  = Top-m of S_row^T C S_col there      (P, k, H), (P, k)   stage 2, by sums over H; eq. 7
+    i     = Shuffle(i)                          eq. 8, a fixed permutation
     p     = P_i (h W_pre)                       (P, k)      eq. 15, Appendix 6: the hidden units
     y     = sum of p s V_i over the k slots     (P, D_v)    slice c of H weighted by core c's score
     x     = x + FFN(h) + y W_out                eq. 12
@@ -58,13 +58,13 @@ class Config:
     n_inner: int = -1             # FFN's hidden units; -1: 4d less the memory's work (MoE: 4d)
     tied: bool = True             # one matrix for the embedding and the head
     norm_eps: float = 1e-5        # of every RMS norm
-    rope_base: float = 10000.0    # rotary embedding: the longest wavelength / 2 pi
+    rope_base: float = 10000.0    # of the rotary embedding
     memory: str = "ultramemv2"    # none | moe | pkm | memory+ | peer | ultramem | ultramemv2
     memory_layers: str = ""       # 4,8 | all | 2:5/6:9 (reads in 2, adds after 5); "": by memory
     n_keys: int = -1              # n: n^2 slots a layer; -1: the size of 64 experts (MoE: experts)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L a token in all layers (MoE: 8)
-    key_dim: int = -1             # D_k; -1: d/4 with a query per rank, else d/2 (UltraMem d/4)
+    key_dim: int = -1             # D_k; -1: d/4 per rank (Table 10), else d/2 (4.2.4; UltraMem d/4)
     value_dim: int = -1           # D_v; -1: 3d/16, 4.2.5's 3 D_p (UltraMem d/2, older memories d)
     pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain values (-1 of older memories)
     rank_queries: int = -1        # 1: a query per Tucker rank; 0: one for all; -1: 1 (UltraMem 0)
@@ -172,7 +172,8 @@ class Config:
 
 # Table 10; n_inner from the published launch scripts, which have none for 1b_7b: 7,004 gives the
 # printed 1,079M active parameters without embedding, head and values (6.2B in all, where 6.70B is
-# printed). Memory+'s D_v is printed as 384, which would give 0.70B; here it is d.
+# printed). Memory+'s D_v is printed as 384, which would give 0.70B; here it is d, which makes 241M
+# active parameters of the printed 228M.
 PRESETS = {
     "227m_1.2b": dict(n_layer=20, n_embd=768, n_head=12, n_inner=2496, n_keys=360, key_dim=192,
                       top_k=32, value_dim=192, pre_value_dim=192),
@@ -193,7 +194,7 @@ RECIPE = {                        # of the published code
 }
 
 
-# ---------------------------------------------------------------- the backbone: Llama
+# ---------------------------------------------------------------- the backbone: Llama with QK norm
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -331,7 +332,7 @@ class Retrieval(nn.Module):
 @torch.no_grad()
 def update_vectors(retrievals):
     """u, v (R, r) of each layer: the first singular vectors of the cores' sum. (u, v) and (-u, -v)
-    are both right and rank oppositely: the pair nearer to the last one."""
+    are both right and rank oppositely: take the pair nearer to the last step's."""
     cores = torch.stack([layer.core.float().sum(0) for layer in retrievals])
     U, _, Vh = torch.linalg.svd(cores)                         # (L, R, r, r)
     for layer, u, v in zip(retrievals, U[..., 0], Vh[..., 0, :]):
@@ -420,7 +421,6 @@ class UltraMemV2(nn.Module):
         return dict(W_q=c.key_dim ** -0.5, keys=c.key_dim ** -0.5, W_pre=c.n_embd ** -0.5,
                     W_out=(c.projectors * c.value_dim) ** -0.5, values=0.02, pre_values=0.02)
 
-    @torch.no_grad()
     def finish_init(self, name, tables):
         """The rest of the initial values, once the matrices have theirs."""
         c, r = self.config, self.retrieve
@@ -453,7 +453,7 @@ class UltraMemV2(nn.Module):
             known = kind in ("ring", "noring") or kind == "block" and layers % int(g) == 0
             c.check(known and 1 <= int(g) <= layers, "share", "give ring:g, noring:g or block:g "
                     f"for g of the {layers} memory layers (block: a divisor)")
-        square = math.isqrt(max(0, c.virtual)) ** 2 == c.virtual
+        square = math.isqrt(c.virtual) ** 2 == c.virtual
         c.check(square and c.projectors in (1, c.virtual), "virtual projectors",
                 "give a square, and 1 or as many")
 
@@ -524,8 +524,9 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Truncated normal of std sqrt(2/(5d)) (Appendix 6), times sqrt(1/(2L)) for the FFN's last
-        matrix and, which it does not say, for W_O; the memories as stds() and finish_init() say."""
+        """Normal of std sqrt(2/(5d)), times sqrt(1/(2L)) for the FFN's last matrix (Appendix 6).
+        Not said there: the cut at 3 std, W_O as that matrix, embedding and head as the rest. The
+        memories as stds() and finish_init() say."""
         c = self.config
         memory = memory_class(c.memory)
         stds = {} if memory is None else memory.stds(c)
@@ -587,7 +588,7 @@ class Model(nn.Module):
         """AdamW with weight decay on everything, norms and values too, as published; but lazy Adam
         (sparse_memory) decays nothing. The published rate is for widths from 768 on: narrower
         models get 768/d times as much. Memory+'s values keep one rate, as published: 1e-3 where all
-        else begins with 4e-4 (and value_lr is 1)."""
+        else begins with 4e-4 (if value_lr is 1)."""
         c = self.config
         rest, sparse = [], []
         for name, p in self.named_parameters():
@@ -700,7 +701,8 @@ def first_table(config, i):
 class UltraMem(UltraMemV2):
     """UltraMem (Huang et al. 2024), V1: a few layers, one query for all ranks, plain values, a
     projector for each of E blocks of virtual slots (IVE, eqs. 8, 9); what is read before one FFN is
-    added some blocks later."""
+    added some blocks later. Without its penalty on the cores (eq. 17); its values learn with
+    --value_lr=4 (4.2.9)."""
 
     fixed = dict(init="published")
     norm_power = 0.33
@@ -892,7 +894,6 @@ class MoE(nn.Module):
     def stds(c):
         return {}                                              # the FFN's start
 
-    @torch.no_grad()
     def finish_init(self, name, tables):
         self.experts[:, 2].mul_((2 * self.config.n_layer) ** -0.5)     # what enters the residual
 
