@@ -10,7 +10,8 @@ with a bank, beside one that goes on without: these two have seen every mention 
 blocks take 1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be
 1 of 3. At scale cpu the first level of the tree is to part the facts from the prose, and the second
 has a leaf for each of their 16 domains. The rates are those that hiermem_rates.py found for a model
-of 7 layers; for a bank from scratch it has none yet.
+of 7 layers; a bank from scratch learns at its anchor's rate, one seed at a third of it ("bank 1/3")
+and at three times ("bank x3").
 
 `python experiments/hiermem_longtail.py` then asks the models with a bank again, with the generic
 blocks and with none, which they were never trained for, reports how many prompts take their
@@ -50,14 +51,17 @@ variants = {                                                    # a fetch of 9 t
     "memories": (bank, None),
     "anchor continued": (dict(later, dense=True), None),
     "co-trained": (co_trained, None),
+    "memories bank 1/3": (dict(bank, memory_lr=1 / 3), None, 1),
+    "memories bank x3": (dict(bank, memory_lr=3.0), None, 1),
 }
-baseline = {"wider": "anchor", "memories": "anchor", "co-trained": "anchor continued"}
+baseline = {"wider": "anchor", "memories": "anchor", "co-trained": "anchor continued",
+            "memories bank 1/3": "anchor", "memories bank x3": "anchor"}
 also = ("val_bpb", *(f"recall_{m}" for m in MENTIONS))
 claims = []
 for column in ("", "recall_1: ", "recall_3: ", "recall_10: "):
     claims.append(f"{column}memories > anchor")
     claims.append(f"{column}co-trained > anchor continued")
-claims.append("memories > wider")
+claims += ["memories > wider", "memories bank 1/3 > memories", "memories bank x3 > memories"]
 WITH_BANK = ("memories", "co-trained")
 
 
