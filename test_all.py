@@ -4219,12 +4219,15 @@ def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):
         sample.load_start(path, sample.load_module("lime"), {})
 
 
+APART = "kernels or two_processes or torchrun"                         # half the time of this file
+
+
 def runs_beside(options, picks):
     """What runs at the same time as this file's tests: commands and what their environment adds."""
     files = map(str, sorted(ROOT.glob("experiments/test_*.py")))
     yield [*files, *options], {}
-    if not picks:                                                      # a third of the time
-        yield [__file__, *options, "-k", "kernels"], {}
+    if not picks:
+        yield [__file__, *options, "-k", APART], {}
     if GPUS:
         compiled = dict(TRITON_INTERPRET="0", NANOMEM_TEST_DEVICE="cuda", CUDA_VISIBLE_DEVICES=GPUS)
         chosen = "kernels and not never_holds"    # chunks are larger there
@@ -4234,8 +4237,8 @@ def runs_beside(options, picks):
 def test_only_the_kernels_tests_use_a_gpu(monkeypatch):
     assert DEVICE != "cpu" or sample.pick_device("") in ("cpu", "mps")
     monkeypatch.setitem(globals(), "GPUS", "2,3")
-    usual, kernels_alone, (command, added) = runs_beside(["-q"], picks=False)
-    assert not usual[1] and not kernels_alone[1]
+    usual, apart, (command, added) = runs_beside(["-q"], picks=False)
+    assert not usual[1] and not apart[1]
     assert added["CUDA_VISIBLE_DEVICES"] == "2,3" and "kernels and not never_holds" in command
 
 
@@ -4249,7 +4252,7 @@ if __name__ == "__main__":
         command = [sys.executable, "-m", "pytest", *arguments]
         others.append(subprocess.Popen(
             command, env=os.environ | added, stdout=subprocess.PIPE, text=True))
-    rest = [] if picks else ["-k", "not kernels"]
+    rest = [] if picks else ["-k", f"not ({APART})"]
     codes = {int(pytest.main([__file__, *options, *rest]))}
     for other in others:
         print(other.communicate()[0])
