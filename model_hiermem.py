@@ -37,11 +37,11 @@ takes blocks out of it. The anchor alone, and then with memories (Table 1, A1 an
     python train.py --model=hiermem --init_from=out/anchor --memory=ffn --dataset=topics
 """
 import math
+import functools
 import random
 import re
 import zlib
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -114,9 +114,8 @@ class Config:
     def check_memory(self):
         if self.memory not in ("ffn", "none"):
             self.check(self.memory in MEMORIES, "memory", f"choose none, {', '.join(MEMORIES)}")
-        if self.memory_layers != "all":
-            choices = f"choose all, {', '.join(PLACES)}"
-            self.check(self.memory_layers in PLACES, "memory_layers", choices)
+        known = self.memory_layers in ("all", "early", "middle", "late")
+        self.check(known, "memory_layers", "choose all, early, middle, late")
         numbers = r"[0-9]+(,[0-9]+)*"
         ok = re.fullmatch(numbers, self.clusters) and min(self.factors) > 1
         self.check(ok, "clusters", "a factor of 2 or more for each level of the tree, like 8,8")
@@ -144,10 +143,13 @@ class Config:
 
     @property
     def layers(self):
-        """The layers that have a memory."""
+        """The layers that have a memory: all, or 2L/7 of them (Table 9)."""
+        L = self.n_layer
         if self.memory_layers == "all":
-            return range(self.n_layer)
-        return PLACES[self.memory_layers](self.n_layer, max(1, round(2 * self.n_layer / 7)))
+            return range(L)
+        n = max(1, round(2 * L / 7))
+        first = dict(early=0, middle=(L - n) // 2, late=L - n)[self.memory_layers]
+        return range(first, first + n)
 
     @property
     def factors(self):
@@ -435,7 +437,7 @@ def own_generator(name, p):
     return torch.Generator(p.device).manual_seed(seed)
 
 
-@cache
+@functools.cache
 def say_once(text):
     print(text, flush=True)
 
@@ -538,12 +540,14 @@ class Model(nn.Module):
     def training_context(self, context, seed, rows):
         """What the training sequences of the global rows `rows` fetch: the generic memory with
         probability 1/(k_1 + 1), drawn from (seed, row) so that it depends on nothing else, or the
-        path of their leaf (section 4)."""
+        path of their leaf (section 4). rows None: all fetch that path."""
         if "leaf" not in context:
             if self.bank:
                 say_once("this text has no tree of topics (--clusters of prepare_fineweb.py makes "
                          "one): only the generic memory is trained")
             return {}
+        if rows is None:
+            return {"leaf": context["leaf"]}
         share = self.config.generic
         if share == -1:
             share = 1 / (self.config.factors[0] + 1)
@@ -715,18 +719,6 @@ class KV(Memory):
         return y + found.transpose(1, 2).reshape(y.shape)
 
 
-def early(L, n):
-    return range(n)
-
-
-def middle(L, n):
-    return range((L - n) // 2, (L - n) // 2 + n)
-
-
-def late(L, n):
-    return range(L - n, L)
-
-
 # ---------------------------------------------------------------- a prompt's path; another start
 
 def parse_nodes(config, text):
@@ -796,4 +788,3 @@ def start(path, ckpt, fields):
 
 
 MEMORIES = {"ffn": FFN, "lora_qk": LoRAQK, "lora_vo": LoRAVO, "lora_ffn": LoRAFFN, "kv": KV}
-PLACES = {"early": early, "middle": middle, "late": late}      # (L, n) -> n of L layers (Table 9)

@@ -196,8 +196,9 @@ class Attention(nn.Module):
             k, v = self.router(buffer, x)                      # the same shapes         eq. 2
         q = rotate(q, rotary)
         k = rotate(k, rotary)
-        if cache is not None:                                  # K~, V~ of a past token never
-            k = cache.append((self.layer, "k"), k)             # change (the paper keeps K and V)
+        if cache is not None:
+            # K~, V~ of a past token never change. (The paper keeps K and V.)
+            k = cache.append((self.layer, "k"), k)
             v = cache.append((self.layer, "v"), v)
         return self.W_O(attend(q, k, v))
 

@@ -391,8 +391,9 @@ def upscale(base, method="midus", **fields):
     model.load_state_dict({**model.state_dict(), **base.state_dict()})
     if method == "midus":
         for block, i in zip(model.inserted, places(config)):
-            source = model.blocks[i].state_dict()              # of the block that follows: the
-            block.load_state_dict(source, strict=False)        # attention (D.2); the norm is ours
+            # The attention of the block that follows (D.2), and its norm: our choice.
+            source = model.blocks[i].state_dict()
+            block.load_state_dict(source, strict=False)
     elif method != "base":
         find_places, fill = METHODS[method]
         fill(model.inserted, model.blocks, places(config))
@@ -697,8 +698,9 @@ class TuckerKeys(nn.Module):
         s_row, s_col = s.contiguous()
         u, _, vh = torch.linalg.svd(self.core.detach().float())
         left, right = u[:, :, 0], vh[:, 0]                                 # (H, 2) each
-        up = left.sum(1, keepdim=True).sign()              # the pair's negative is as good: take
-        left, right = up * left, up * right                # the one that points up
+        # (left, right) and their negatives are both right: take the pair that points up.
+        up = torch.where(left.sum(1, keepdim=True) < 0, -1.0, 1.0)
+        left, right = up * left, up * right
         sigma, slots = tucker_topk(
             s_row, s_col, left, right, self.core[None], self.top_k, self.top_k)
         return slots, sigma[..., 0].softmax(-1).to(q.dtype)

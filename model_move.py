@@ -331,13 +331,13 @@ class Model(nn.Module):
                 p.fill_(1.0)
             elif name.endswith(("x0_lambda", "W_O.weight", "down.weight", "W_G.weight")):
                 p.zero_()
-            else:                                              # uniform; std 1/sqrt(fan_in),
-                fan_in = self.config.n_embd if name.endswith("table") else p.size(1)    # tables: d
+            else:                                              # uniform of std 1/sqrt(fan_in)
+                fan_in = self.config.n_embd if name.endswith("table") else p.size(1)
                 bound = (3 / fan_in) ** 0.5
                 p.uniform_(-bound, bound, generator=generator)
 
-    @torch.compiler.disable                                    # U, the number of distinct tokens,
-    def read(self, idx):                                       # depends on the data
+    @torch.compiler.disable    # a graph break: how many tokens are distinct depends on the data
+    def read(self, idx):
         if self.config.memory == "none":
             return None
         distinct, inverse = torch.unique(idx.flatten(), return_inverse=True)

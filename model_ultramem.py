@@ -65,7 +65,8 @@ class Config:
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L a token in all layers (MoE: 8)
     key_dim: int = -1             # D_k; -1: d/4 per rank (Table 10), else d/2 (4.2.4; UltraMem d/4)
-    value_dim: int = -1           # D_v; -1: 3d/16, 4.2.5's 3 D_p (UltraMem d/2, older memories d)
+    value_dim: int = -1           # D_v; -1: 3d/16, 4.2.5's 3 D_p (UltraMem d/2, older memories d;
+                                  # MoE: the numbers of an expert)
     pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain values (-1 of older memories)
     rank_queries: int = -1        # 1: a query per Tucker rank; 0: one for all; -1: 1 (UltraMem 0)
     virtual: int = -1             # E, blocks of virtual slots over the values; -1: 1 (UltraMem 4)
@@ -113,7 +114,7 @@ class Config:
             for name, value in memory.fixed.items():
                 rule = f"must be {value!r} for this memory"
                 self.check(getattr(self, name) == value, f"memory {name}", rule)
-            memory.check(self)
+            memory.check_fields(self)
             if self.n_inner == -1:             # from 3 d n_inner L + beside * layers = 12 d^2 L
                 beside = memory.n_weights(self) + self.heads * self.top_k * width
                 self.n_inner = round((12 * d * d * L - beside * layers) / (24 * d * L)) * 8
@@ -362,10 +363,14 @@ def table_rows(config):
     return [N * layers] if config.share else [N] * layers
 
 
+# What a memory has beside forward(): defaults(c), what -1 and "" stand for; `fixed`, the fields that
+# have one value for it; check_fields(c); n_weights(c), for the FFN's width beside it; and stds(c),
+# norm_power and finish_init() for its start.
+
 class UltraMemV2(nn.Module):
     """k experts with one hidden unit each, weighted by their retrieval scores (eq. 15)."""
 
-    fixed = {}                                                 # fields with one value for it
+    fixed = {}
     norm_power = 0.4
 
     def __init__(self, config, layer):
@@ -442,7 +447,7 @@ class UltraMemV2(nn.Module):
                     value_dim=3 * d // 16, pre_value_dim=d // 16)
 
     @staticmethod
-    def check(c):
+    def check_fields(c):
         c.check(c.init in ("published", "appendix"), "init", "choose published or appendix")
         c.check(c.value_dim % CORES == 0, "value_dim",
                 f"must be a multiple of {CORES}, a slice for each Tucker core")
@@ -504,7 +509,7 @@ class Block(nn.Module):
         return x, y, aux
 
 
-def is_sparse(name):
+def in_table(name):
     """Whether a parameter is one of which a token touches few rows: values, pre-values, experts."""
     return name.startswith("tables.") or name.endswith(".experts")
 
@@ -590,14 +595,14 @@ class Model(nn.Module):
         models get 768/d times as much. Memory+'s values keep one rate, as published: 1e-3 where all
         else begins with 4e-4 (if value_lr is 1)."""
         c = self.config
-        rest, sparse = [], []
+        rest, tables = [], []
         for name, p in self.named_parameters():
-            group = sparse if is_sparse(name) else rest
+            group = tables if in_table(name) else rest
             group.append(p)
         groups = [dict(params=rest, kind="adamw", lr=learning_rate * max(1.0, 768 / c.n_embd),
                        weight_decay=weight_decay, schedule=True)]
-        if sparse:
-            values = dict(groups[0], params=sparse, boost=(c.value_lr, c.value_lr_until))
+        if tables:
+            values = dict(groups[0], params=tables, boost=(c.value_lr, c.value_lr_until))
             if c.sparse_memory:
                 values["kind"] = "sparse"
             if c.memory == "memory+":
@@ -609,7 +614,7 @@ class Model(nn.Module):
         """total, memory (tables or experts), active: what one token touches, all keys included."""
         c = self.config
         total = sum(p.numel() for p in self.parameters())
-        memory = sum(p.numel() for name, p in self.named_parameters() if is_sparse(name))
+        memory = sum(p.numel() for name, p in self.named_parameters() if in_table(name))
         touched = c.heads * c.top_k * (c.value_dim + c.pre_value_dim) * len(self.added_after)
         unread = 0 if c.tied else (c.vocab_size - 1) * c.n_embd
         return dict(total=total, memory=memory, active=total - memory + touched - unread)
@@ -781,7 +786,7 @@ class PKM(nn.Module):
                     pre_value_dim=0)
 
     @staticmethod
-    def check(c):
+    def check_fields(c):
         pass
 
     @staticmethod
@@ -905,7 +910,7 @@ class MoE(nn.Module):
                     pre_value_dim=0)
 
     @staticmethod
-    def check(c):
+    def check_fields(c):
         c.check(c.top_k <= c.n_keys and c.n_inner % c.top_k == 0, "top_k n_keys n_inner",
                 "top_k of n_keys experts are used, and they divide n_inner")
         c.check(c.init in ("published", "ffn"), "memory init", "choose published or ffn")

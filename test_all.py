@@ -3234,6 +3234,9 @@ def test_hiermem_the_generic_memory_is_drawn_by_seed_and_row():
     assert everything[100:200] == drawn(rows=range(100, 200))
     assert everything != drawn(seed=8)
     assert not any(drawn(generic=0.0)) and all(drawn(generic=1.0))
+    model, leaf = make("hiermem", **TREE, generic=1.0), torch.arange(6)
+    found = model.training_context({"leaf": leaf, "topic": None}, 7, None)     # in evaluation
+    assert found.keys() == {"leaf"} and torch.equal(found["leaf"], leaf)
 
 
 def test_hiermem_says_once_that_a_text_has_no_tree(capsys):
@@ -3753,7 +3756,10 @@ def test_evaluation_gives_the_model_what_it_asks_for_and_draws_nothing(tiny):
         seen.extend(leaf.tolist())
         return None, torch.tensor(1.0)
     run["raw"].forward = forward
-    run["raw"].training_context = lambda context, seed, rows: {"leaf": -context["leaf"]}
+    def training_context(context, seed, rows):
+        assert rows is None
+        return {"leaf": context["leaf"]}
+    run["raw"].training_context = training_context
     run["val_data"].context = lambda windows: {"leaf": torch.tensor(windows), "topic": None}
     run["evaluate"]()
     assert seen == [*range(256 // 32)]
@@ -3763,7 +3769,7 @@ def test_the_seed_decides_initial_values_and_the_order_of_the_data(tiny):
     """And skip_steps goes on in that order."""
     runs = [tiny("--max_iters=0", flags)
             for flags in ("--seed=1", "--seed=1 --skip_steps=2", "--seed=2")]
-    one, later, other = ([run["fetch"](step)[0].tolist() for step in (0, 2)] for run in runs)
+    one, later, other = ([run["get_batch"](step)[0].tolist() for step in (0, 2)] for run in runs)
     assert one[1] == later[0] and one[0] not in (later[0], other[0])
     losses = [run["progress"]["val_loss"] for run in runs]
     assert losses[0] == losses[1] != losses[2]

@@ -21,6 +21,7 @@ sample.py fills in what is missing:
     Model.begin_step(step, max_iters)                before every update                     nothing
     Model.training_context(context, seed, rows)      more arguments of forward(), from       {}
                                                      what the data knows of a batch's rows
+                                                     (None in evaluation: nothing is drawn)
     Model.prompt_context(text, folders, leaf,        the same for sample.py's prompt,        {}, ""
                          block, embedder_path)       and a line that says so
     Model.new_cache(batch_size, max_len)             decoding                                None
@@ -229,7 +230,7 @@ if folder and not dry_run:
     token_bytes = load_token_bytes(folder)         # None: not known
     if token_bytes is not None:
         token_bytes = torch.from_numpy(token_bytes)
-    if sample_tokens or "task" in meta or (folder / "tokenizer.json").exists():
+    if sample_tokens or "task" in meta:
         try:
             tok = get_tokenizer(str(folder))
         except ConfigError as error:
@@ -359,7 +360,7 @@ def over_processes(tensor):
     return tensor
 
 
-def fetch(step):
+def get_batch(step):
     """This process's part of the batch of update `step`: a pure function of (seed, global row),
     whatever the split -> x, y (B, T), context"""
     share = n_sequences // world
@@ -452,9 +453,8 @@ def evaluate():
         if token_bytes is not None:
             lengths = token_bytes[y.clamp(min=0)].masked_fill(y < 0, 0)
             y = y.masked_fill(lengths == 0, -1)
-        known = val_data.context(windows)
-        wanted = raw.training_context(known, seed, windows)        # its keys alone
-        context = {key: known[key].to(device) for key in wanted}
+        context = raw.training_context(val_data.context(windows), seed, None)
+        context = {key: value.to(device) for key, value in context.items()}
         with autocast:
             loss = forward(x.to(device), y.to(device), **context)[1].item()
         targets = (y >= 0).sum().item()
@@ -566,7 +566,7 @@ if resume and master:
 if compile:                                        # before the clock runs: gradients, thrown away
     buffers = [(b, b.clone()) for b in raw.buffers()]              # a batch norm's statistics
     for n in (step, step + 1):                     # twice: two batches differ in distinct tokens
-        forward_backward(*fetch(n))
+        forward_backward(*get_batch(n))
         raw.zero_grad(set_to_none=True)
     for b, before in buffers:
         b.copy_(before)
@@ -593,7 +593,7 @@ while True:
         break
     start = time.perf_counter()
     logged = (step + 1) % log_interval == 0 or step + 1 == max_iters
-    loss, norm = train_step(fetch(step), step, logged)
+    loss, norm = train_step(get_batch(step), step, logged)
     step += 1
     step_times.append(time.perf_counter() - start)
     progress["train_seconds"] += step_times[-1]

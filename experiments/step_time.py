@@ -124,7 +124,7 @@ def plain_gpt(run):
         if run["gpu"]:
             torch.cuda.synchronize()
 
-    return {"fetch": run["fetch"], "train_step": train_step}
+    return {"get_batch": run["get_batch"], "train_step": train_step}
 
 
 def race(runs, rounds):
@@ -132,7 +132,7 @@ def race(runs, rounds):
     times = {name: [] for name in runs}
     for turn in range(rounds):
         for name, run in runs.items():
-            batch = run["fetch"](turn)
+            batch = run["get_batch"](turn)
             start = time.perf_counter()
             run["train_step"](batch, 2)
             times[name].append(time.perf_counter() - start)
@@ -142,7 +142,7 @@ def race(runs, rounds):
 def print_profile(run):
     """Where the time of a step goes: torch's operations by their own time."""
     order = "self_cuda_time_total" if run["gpu"] else "self_cpu_time_total"
-    batch = run["fetch"](0)
+    batch = run["get_batch"](0)
     with torch.profiler.profile(acc_events=True) as profiler:
         for _ in range(3):
             run["train_step"](batch, 2)
