@@ -363,9 +363,9 @@ def table_rows(config):
     return [N * layers] if config.share else [N] * layers
 
 
-# What a memory has beside forward(): defaults(c), what -1 and "" stand for; `fixed`, the fields that
-# have one value for it; check_fields(c); n_weights(c), for the FFN's width beside it; and stds(c),
-# norm_power and finish_init() for its start.
+# What a memory has beside forward(): defaults(c), what -1 and "" stand for; `fixed`, the fields
+# that have one value for it; check_fields(c); n_weights(c), for the FFN's width beside it; and
+# stds(c), norm_power and finish_init() for its start.
 
 class UltraMemV2(nn.Module):
     """k experts with one hidden unit each, weighted by their retrieval scores (eq. 15)."""
