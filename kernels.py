@@ -698,7 +698,7 @@ def touched_rows(table, indices, dtype):
     if table.dtype == dtype:
         return table.contiguous(), indices.long()
     rows, indices = indices.unique(return_inverse=True)
-    return table[rows].to(dtype), indices
+    return table.index_select(0, rows).to(dtype), indices    # table[rows] takes -1 for the last
 
 
 def gather_sum_torch(table, indices, weights, blocks, n_blocks):

@@ -1170,6 +1170,15 @@ def test_kernels_debug_mode_checks_index_ranges(monkeypatch):
         kernels.gather_rows(table, torch.tensor([3, 3]))
 
 
+def test_kernels_a_negative_index_is_no_row_of_a_table_in_bfloat16():
+    table, x = torch.zeros(2, 4, 3, dtype=torch.bfloat16, device="cpu")
+    weights = torch.ones(4, 1, device="cpu")
+    indices = torch.tensor([[0], [1], [-1], [3]], device="cpu")
+    for function, argument in ((kernels.gather_sum, weights), (kernels.gather_dot, x)):
+        with pytest.raises(IndexError, match="out of range"):
+            function(table, indices, argument)
+
+
 def test_kernels_dispatch_rule(monkeypatch):
     t = torch.zeros(1, device="cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
