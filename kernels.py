@@ -599,7 +599,9 @@ def linear_cross_entropy_setup(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
 
 
-def linear_cross_entropy_backward(ctx, grad, *_):
+def linear_cross_entropy_backward(ctx, grad, *seconds):
+    if any(second is not None for second in seconds):    # for the gradients that it returned
+        raise RuntimeError("linear_cross_entropy has no second derivative")
     grads = [None] * 7
     for n, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes)):
         if ctx.needs_input_grad[n] and grad is not None:
@@ -1524,6 +1526,12 @@ def average_sparse(grad):
 # are forward and backward at 4 x 256 tokens, width 384, one thread of a Xeon with avx512_bf16,
 # against the plain expression in the same run.
 
+def only_once(name):
+    """For the backward pass of `name`: autograd would take what it has kept for constants."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():    # create_graph=True
+        raise RuntimeError(f"{name} has no second derivative")
+
+
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, eps):
@@ -1536,6 +1544,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        only_once("rms_norm")
         y, scale = ctx.saved_tensors
         mean = (grad * y).mean(-1, keepdim=True)
         d_x = torch.addcmul(grad, y, mean, value=-1).mul_(scale)    # scale * (grad - y * mean)
@@ -1551,6 +1560,7 @@ class ReLUSquared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        only_once("relu_squared")
         r, = ctx.saved_tensors
         return (grad * r).mul_(2)
 

@@ -1269,6 +1269,17 @@ def test_nothing_normalised_is_nothing():
     assert not kernels.rms_norm(torch.zeros(2, 8)).any()
 
 
+@parametrize("name", ["rms_norm", "relu_squared", "linear_cross_entropy"])
+def test_kernels_without_a_second_derivative_say_so(name):
+    x, weight, targets = (t.cpu() for t in head_inputs())
+    others = (weight, targets) if name == "linear_cross_entropy" else ()
+    x.requires_grad_()
+    y = getattr(kernels, name)(x, *others)
+    with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
+        first, = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.sum() + first.square().sum()).backward()
+
+
 @parametrize("kv_heads", [1, 2, 4])
 @parametrize("T", [1, 8, 11])
 def test_attention_in_blocks_is_causal_attention(T, kv_heads):
