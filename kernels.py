@@ -313,6 +313,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     targets = targets.reshape(-1)
     x = x.reshape(-1, x.shape[-1])
+    check("weight", weight, ("V", x.shape[1]))
+    check("targets", targets, (x.shape[0],), "int32 or int64")
+    if DEBUG:    # any negative number is right
+        check_indices("targets", targets.clamp(min=0), targets.shape, weight.shape[0])
     wants_x = torch.is_grad_enabled() and x.requires_grad
     wants_weight = torch.is_grad_enabled() and weight.requires_grad
     total, _, _ = linear_cross_entropy_op(

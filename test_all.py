@@ -1147,6 +1147,9 @@ gather_rows(t, i)                                                rows must be .U
 mix_values(x[:, None], t[:, None, None], i[:, 0], w)             gate must be
 mix_values(x[:, None], t[:, None, :5], i[:, 0], w.mT)            bank_rows must be
 mix_values(x[:, None], t[:, None].expand(-1, 2, -1), i, w.mT)    inverse must be
+linear_cross_entropy(x, t[:, :5], i[:, 0])                       weight must be .V, 6. float
+linear_cross_entropy(x, t, i[:1, 0])                             targets must be .10. int32
+linear_cross_entropy(x, t, i)                                    targets must be .10. int32
 """)
 
 
@@ -1166,6 +1169,9 @@ def test_kernels_debug_mode_checks_index_ranges(monkeypatch):
         indices[2, 1] = bad
         with pytest.raises(ValueError, match=rf"indices must lie in \[0, 20\), .*\b{abs(bad)}\b"):
             kernels.gather_sum(table, indices, weights)
+    kernels.linear_cross_entropy(table, table[:3], torch.arange(20) % 5 - 2)
+    with pytest.raises(ValueError, match=r"targets must lie in \[0, 3\), .*\b3\b"):
+        kernels.linear_cross_entropy(table, table[:3], torch.arange(20) % 4)
     with pytest.raises(ValueError, match="ascending and distinct"):
         kernels.gather_rows(table, torch.tensor([3, 3]))
 
