@@ -1028,6 +1028,15 @@ def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
             assert_close(p.grad.to_dense(), wanted)
 
 
+def test_kernels_a_row_sparse_gradient_lies_in_memory_of_its_own():
+    table, other = (torch.nn.Parameter(t) for t in normal((20, 6), (18,), dtype=torch.float32))
+    y = other.view(3, 6) + kernels.gather_rows(table, torch.tensor([0, 3, 7]), True)
+    (5 * y).sum().backward()
+    kernels.clip_grads([table, other], 1.0)
+    assert other.grad.norm().item() == approx(0.5**0.5)
+    assert table.grad.to_dense().norm().item() == approx(0.5**0.5)
+
+
 # ---------------------------------------------------------------- operators, dispatch, compilation
 
 def test_the_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch):
