@@ -1490,6 +1490,8 @@ def clip_grads(params, max_norm):
     max_norm > 0. -> the norm, a tensor.
     """
     grads = [p.grad for p in params if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
     grads = [grad._values() if grad.is_sparse else grad for grad in grads]
     norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads)]
     norm = torch.linalg.vector_norm(torch.stack(norms))

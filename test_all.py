@@ -3714,6 +3714,7 @@ def test_every_group_has_its_own_rate(tiny):
 
 def test_clipping_keeps_what_is_below():
     a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5, 2))
+    assert kernels.clip_grads([a, b], 1.0) == 0                # no gradients yet
     a.grad = torch.full((3,), 2.0)
     b.grad = kernels.coalesced(torch.tensor([1, 4]), torch.ones(2, 2), b.shape)
     for limit, norm in ((1.0, 4.0), (3.0, 1.0)):
