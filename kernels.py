@@ -1328,6 +1328,9 @@ class LazyAdam(torch.optim.SparseAdam):
     256k numbers, which stay in its cache. Gradients: COO (keep_coalesced saves a sort a step).
     """
 
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):    # no maximize
+        super().__init__(params, lr, betas, eps)
+
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
@@ -1416,6 +1419,9 @@ class Muon(torch.optim.Muon):
     cache they would leave, they go one by one, in fp32 where it multiplies bf16 no faster.
     """
 
+    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95):    # the rest is fixed
+        super().__init__(params, lr, weight_decay, momentum)
+
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
@@ -1472,7 +1478,7 @@ def make_optimizers(groups, betas):
     """
     kinds = {
         "adamw": functools.partial(torch.optim.AdamW, betas=betas, fused=True),
-        "muon": functools.partial(Muon, momentum=0.95, nesterov=True),
+        "muon": functools.partial(Muon, momentum=0.95),
         "sparse": functools.partial(LazyAdam, betas=betas),
         "rows": functools.partial(RowAdamW, betas=betas),
     }

@@ -1379,6 +1379,14 @@ def test_muon_takes_matrices_of_one_shape_together(monkeypatch):
     assert other.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
+@parametrize("kind, option", [
+    (kernels.Muon, "nesterov"), (kernels.Muon, "ns_steps"), (kernels.Muon, "adjust_lr_fn"),
+    (kernels.LazyAdam, "maximize"), (kernels.RowAdamW, "maximize")])
+def test_optimizers_refuse_options_of_torchs_that_they_do_not_have(kind, option):
+    with pytest.raises(TypeError, match=option):
+        kind([torch.nn.Parameter(torch.ones(2, 3))], **{option: None})
+
+
 def test_bf16_speedup_takes_the_best_of_turns(monkeypatch):
     seconds = [400, 900] * 2 + [4, 1] * 5                      # others are at work in the first
     ticks = [tick for end in seconds for tick in (0, end)]
