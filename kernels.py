@@ -1348,7 +1348,7 @@ class LazyAdam(torch.optim.SparseAdam):
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
         self.count(state, indices)
-        if use_triton(p):
+        if use_triton(p) and p.is_contiguous():
             scales = self.scales(state, indices, group)
             return lazy_adam_triton(grad._values(), indices, p, state, group, *scales)
         chunk = max(1, grad._nnz())

@@ -1015,6 +1015,16 @@ def test_kernels_lazy_adam_equals_torchs_sparse_adam(path, shape, monkeypatch):
     assert torch.equal(ours["p"][touched:], start[touched:])
 
 
+@parametrize("kind", [kernels.LazyAdam, kernels.RowAdamW])
+def test_kernels_lazy_adam_of_a_transposed_table(backend, kind):
+    start, values = normal((7, 5), (2, 5), dtype=torch.float32)
+    tables = [torch.nn.Parameter(t) for t in (start.clone(), columns_first(start))]
+    for p in tables:
+        p.grad = kernels.coalesced(torch.tensor([1, 4]), values, p.shape)
+        kind([p], lr=0.1).step()
+    assert_close(*(p.detach() for p in tables), rtol=0, atol=1e-6)
+
+
 def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
     p = torch.nn.Parameter(torch.randn(20, 6))
     kernels.keep_coalesced(p)
