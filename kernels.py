@@ -1310,7 +1310,7 @@ def keep_coalesced(parameter: Tensor):
             values = p.grad._values()
             if not (rows.diff() > 0).all():    # several gradients: add up equal rows
                 ones = values.new_ones(rows.shape[0], 1, 1)
-                flat = values.flatten(1)
+                flat = values.reshape(rows.shape[0], -1)    # a table may be a vector
                 rows, sums = row_sums(
                     flat, rows[:, None], ones, None, 1, None, p.shape[0], flat.dtype, True)
                 values = sums.view(-1, *p.shape[1:])

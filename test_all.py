@@ -991,6 +991,15 @@ def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backen
     assert seen.largest < 4000
 
 
+def test_kernels_keep_coalesced_adds_numbers_of_a_vector(backend):
+    p = torch.nn.Parameter(torch.zeros(9))
+    kernels.keep_coalesced(p)
+    for rows in ([1, 4], [4, 6]):
+        kernels.gather_rows(p, torch.tensor(rows), True).sum().backward()
+    assert p.grad.is_coalesced() and p.grad.indices().tolist() == [[1, 4, 6]]
+    assert p.grad.values().tolist() == [1, 2, 1]
+
+
 # At width 64 a chunk is 4,096 rows, of about 6,000 that are touched.
 @parametrize("path, shape", [
     ("torch", (50, 3)), ("torch", (50, 2, 3)), ("torch", (10_000, 64)),
