@@ -1482,6 +1482,9 @@ def make_optimizers(groups, betas):
         "sparse": functools.partial(LazyAdam, betas=betas),
         "rows": functools.partial(RowAdamW, betas=betas),
     }
+    for group in groups:
+        if group["kind"] not in kinds:
+            raise ValueError(f"kind must be one of {', '.join(kinds)}, got {group['kind']!r}")
     optimizers = []
     for kind, optimizer in kinds.items():
         asked = [{**group, "base_lr": group["lr"], "base_decay": group["weight_decay"]}

@@ -1406,6 +1406,13 @@ def test_optimizers_refuse_options_of_torchs_that_they_do_not_have(kind, option)
         kind([torch.nn.Parameter(torch.ones(2, 3))], **{option: None})
 
 
+def test_a_group_of_a_kind_that_is_none_is_an_error():
+    group = dict(params=[torch.nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.0)
+    assert len(kernels.make_optimizers([dict(group, kind="adamw")], (0.9, 0.95))) == 1
+    with pytest.raises(ValueError, match="kind must be one of adamw, muon.* got 'adam'"):
+        kernels.make_optimizers([dict(group, kind="adam")], (0.9, 0.95))
+
+
 def test_bf16_speedup_takes_the_best_of_turns(monkeypatch):
     seconds = [400, 900] * 2 + [4, 1] * 5                      # others are at work in the first
     ticks = [tick for end in seconds for tick in (0, end)]
