@@ -236,6 +236,8 @@ def gather_dot(table: Tensor, indices: Tensor, x: Tensor, sparse_grad: bool = Fa
 def check_gather(table, indices, order):
     check("table", table, ("N", "d"))
     check_indices("indices", indices, ("P", "k"), table.shape[0])
+    if indices.shape[1] == 0:
+        raise ValueError("indices must be (P, k) with k of at least 1")
     if order is not None:
         check("order", order, (indices.shape[0] * indices.shape[1],), "int64")
 

@@ -1160,6 +1160,8 @@ BAD_CALLS = rows("""
 gather_sum(t[0], i, w)                                           table must be .N, d. float
 gather_sum(t, i.float(), w)                                      indices must be .* int32 or int64
 gather_sum(t, i[0], w)                                           indices must be .P, k.
+gather_sum(t, i[:, :0], w[:, :0])                                indices must be .P, k. with k
+gather_dot(t, i[:, :0], x)                                       indices must be .P, k. with k
 gather_sum(t, i, w[:, :2])                                       weights must be .10, 3, H.
 gather_sum(t, i, w.expand(-1, -1, 4))                            H = 4 does not divide d = 6
 gather_sum(t, i, w, i[:2], 2)                                    blocks must be .10, 3.
