@@ -1638,7 +1638,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Te
     if mask is None and 1 < T < S:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     slow = q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu"
-    if slow and T == S <= 1024:
+    if slow and 0 < T == S <= 1024:
         y = attend_in_blocks(q, k, v, mask)
     else:
         y = F.scaled_dot_product_attention(

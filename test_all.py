@@ -1338,6 +1338,7 @@ def test_attention_in_bfloat16_is_as_exact_as_torchs():
     torchs = kernels.attend(*bf16) - want                              # it learns nothing
     ours = kernels.attend(*bf16.requires_grad_()) - want
     assert not torch.equal(ours, torchs) and ours.norm() < 2 * torchs.norm()
+    assert kernels.attend(*bf16[:, :, :0]).shape == (2, 0, 64)
 
 
 @parametrize("shape", [(16, 40), (40, 16)])
