@@ -236,6 +236,8 @@ def gather_dot(table: Tensor, indices: Tensor, x: Tensor, sparse_grad: bool = Fa
 def check_gather(table, indices, order):
     check("table", table, ("N", "d"))
     check_indices("indices", indices, ("P", "k"), table.shape[0])
+    if indices.shape[1] == 0:
+        raise ValueError("indices must be (P, k) with k of at least 1")
     if order is not None:
         check("order", order, (indices.shape[0] * indices.shape[1],), "int64")
 
@@ -313,6 +315,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     targets = targets.reshape(-1)
     x = x.reshape(-1, x.shape[-1])
+    check("weight", weight, ("V", x.shape[1]))
+    check("targets", targets, (x.shape[0],), "int32 or int64")
+    if DEBUG:    # any negative number is right
+        check_indices("targets", targets.clamp(min=0), targets.shape, weight.shape[0])
     wants_x = torch.is_grad_enabled() and x.requires_grad
     wants_weight = torch.is_grad_enabled() and weight.requires_grad
     total, _, _ = linear_cross_entropy_op(
@@ -521,7 +527,7 @@ def gather_rows_setup(ctx, inputs, output):
 def gather_rows_backward(ctx, grad):
     rows, = ctx.saved_tensors
     if ctx.sparse_grad:
-        d_table = coalesced(rows, grad, ctx.shape)
+        d_table = coalesced(rows, grad.clone(), ctx.shape)    # other leaves may have grad, too
     else:
         d_table = grad.new_zeros(ctx.shape).index_copy_(0, rows, grad)
     return d_table, None, None
@@ -599,7 +605,9 @@ def linear_cross_entropy_setup(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
 
 
-def linear_cross_entropy_backward(ctx, grad, *_):
+def linear_cross_entropy_backward(ctx, grad, *seconds):
+    if any(second is not None for second in seconds):    # for the gradients that it returned
+        raise RuntimeError("linear_cross_entropy has no second derivative")
     grads = [None] * 7
     for n, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes)):
         if ctx.needs_input_grad[n] and grad is not None:
@@ -698,7 +706,7 @@ def touched_rows(table, indices, dtype):
     if table.dtype == dtype:
         return table.contiguous(), indices.long()
     rows, indices = indices.unique(return_inverse=True)
-    return table[rows].to(dtype), indices
+    return table.index_select(0, rows).to(dtype), indices    # table[rows] takes -1 for the last
 
 
 def gather_sum_torch(table, indices, weights, blocks, n_blocks):
@@ -1304,7 +1312,7 @@ def keep_coalesced(parameter: Tensor):
             values = p.grad._values()
             if not (rows.diff() > 0).all():    # several gradients: add up equal rows
                 ones = values.new_ones(rows.shape[0], 1, 1)
-                flat = values.flatten(1)
+                flat = values.reshape(rows.shape[0], -1)    # a table may be a vector
                 rows, sums = row_sums(
                     flat, rows[:, None], ones, None, 1, None, p.shape[0], flat.dtype, True)
                 values = sums.view(-1, *p.shape[1:])
@@ -1321,6 +1329,9 @@ class LazyAdam(torch.optim.SparseAdam):
     steps of the whole table. On a GPU the update is one kernel; on a CPU the rows go in chunks of
     256k numbers, which stay in its cache. Gradients: COO (keep_coalesced saves a sort a step).
     """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):    # no maximize
+        super().__init__(params, lr, betas, eps)
 
     @torch.no_grad()
     def step(self):
@@ -1339,7 +1350,7 @@ class LazyAdam(torch.optim.SparseAdam):
             state["exp_avg"] = torch.zeros_like(p)
             state["exp_avg_sq"] = torch.zeros_like(p)
         self.count(state, indices)
-        if use_triton(p):
+        if use_triton(p) and p.is_contiguous():
             scales = self.scales(state, indices, group)
             return lazy_adam_triton(grad._values(), indices, p, state, group, *scales)
         chunk = max(1, grad._nnz())
@@ -1410,6 +1421,9 @@ class Muon(torch.optim.Muon):
     cache they would leave, they go one by one, in fp32 where it multiplies bf16 no faster.
     """
 
+    def __init__(self, params, lr=1e-3, weight_decay=0.1, momentum=0.95):    # the rest is fixed
+        super().__init__(params, lr, weight_decay, momentum)
+
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
@@ -1466,10 +1480,13 @@ def make_optimizers(groups, betas):
     """
     kinds = {
         "adamw": functools.partial(torch.optim.AdamW, betas=betas, fused=True),
-        "muon": functools.partial(Muon, momentum=0.95, nesterov=True),
+        "muon": functools.partial(Muon, momentum=0.95),
         "sparse": functools.partial(LazyAdam, betas=betas),
         "rows": functools.partial(RowAdamW, betas=betas),
     }
+    for group in groups:
+        if group["kind"] not in kinds:
+            raise ValueError(f"kind must be one of {', '.join(kinds)}, got {group['kind']!r}")
     optimizers = []
     for kind, optimizer in kinds.items():
         asked = [{**group, "base_lr": group["lr"], "base_decay": group["weight_decay"]}
@@ -1484,6 +1501,8 @@ def clip_grads(params, max_norm):
     max_norm > 0. -> the norm, a tensor.
     """
     grads = [p.grad for p in params if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
     grads = [grad._values() if grad.is_sparse else grad for grad in grads]
     norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads)]
     norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -1524,6 +1543,12 @@ def average_sparse(grad):
 # are forward and backward at 4 x 256 tokens, width 384, one thread of a Xeon with avx512_bf16,
 # against the plain expression in the same run.
 
+def only_once(name):
+    """For the backward pass of `name`: autograd would take what it has kept for constants."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():    # create_graph=True
+        raise RuntimeError(f"{name} has no second derivative")
+
+
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, eps):
@@ -1536,6 +1561,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        only_once("rms_norm")
         y, scale = ctx.saved_tensors
         mean = (grad * y).mean(-1, keepdim=True)
         d_x = torch.addcmul(grad, y, mean, value=-1).mul_(scale)    # scale * (grad - y * mean)
@@ -1551,6 +1577,7 @@ class ReLUSquared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        only_once("relu_squared")
         r, = ctx.saved_tensors
         return (grad * r).mul_(2)
 
@@ -1611,7 +1638,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Te
     if mask is None and 1 < T < S:
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     slow = q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu"
-    if slow and T == S <= 1024:
+    if slow and 0 < T == S <= 1024:
         y = attend_in_blocks(q, k, v, mask)
     else:
         y = F.scaled_dot_product_attention(

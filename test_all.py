@@ -991,6 +991,15 @@ def test_kernels_row_sparse_training_allocates_nothing_of_the_tables_size(backen
     assert seen.largest < 4000
 
 
+def test_kernels_keep_coalesced_adds_numbers_of_a_vector(backend):
+    p = torch.nn.Parameter(torch.zeros(9))
+    kernels.keep_coalesced(p)
+    for rows in ([1, 4], [4, 6]):
+        kernels.gather_rows(p, torch.tensor(rows), True).sum().backward()
+    assert p.grad.is_coalesced() and p.grad.indices().tolist() == [[1, 4, 6]]
+    assert p.grad.values().tolist() == [1, 2, 1]
+
+
 # At width 64 a chunk is 4,096 rows, of about 6,000 that are touched.
 @parametrize("path, shape", [
     ("torch", (50, 3)), ("torch", (50, 2, 3)), ("torch", (10_000, 64)),
@@ -1015,6 +1024,16 @@ def test_kernels_lazy_adam_equals_torchs_sparse_adam(path, shape, monkeypatch):
     assert torch.equal(ours["p"][touched:], start[touched:])
 
 
+@parametrize("kind", [kernels.LazyAdam, kernels.RowAdamW])
+def test_kernels_lazy_adam_of_a_transposed_table(backend, kind):
+    start, values = normal((7, 5), (2, 5), dtype=torch.float32)
+    tables = [torch.nn.Parameter(t) for t in (start.clone(), columns_first(start))]
+    for p in tables:
+        p.grad = kernels.coalesced(torch.tensor([1, 4]), values, p.shape)
+        kind([p], lr=0.1).step()
+    assert_close(*(p.detach() for p in tables), rtol=0, atol=1e-6)
+
+
 def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
     p = torch.nn.Parameter(torch.randn(20, 6))
     kernels.keep_coalesced(p)
@@ -1026,6 +1045,15 @@ def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
             assert p.grad.is_coalesced() and p.grad.indices().tolist() == [[2, 5]]
             wanted = torch.zeros(20, 6).index_add(0, rows, micro_batch * values)
             assert_close(p.grad.to_dense(), wanted)
+
+
+def test_kernels_a_row_sparse_gradient_lies_in_memory_of_its_own():
+    table, other = (torch.nn.Parameter(t) for t in normal((20, 6), (18,), dtype=torch.float32))
+    y = other.view(3, 6) + kernels.gather_rows(table, torch.tensor([0, 3, 7]), True)
+    (5 * y).sum().backward()
+    kernels.clip_grads([table, other], 1.0)
+    assert other.grad.norm().item() == approx(0.5**0.5)
+    assert table.grad.to_dense().norm().item() == approx(0.5**0.5)
 
 
 # ---------------------------------------------------------------- operators, dispatch, compilation
@@ -1132,6 +1160,8 @@ BAD_CALLS = rows("""
 gather_sum(t[0], i, w)                                           table must be .N, d. float
 gather_sum(t, i.float(), w)                                      indices must be .* int32 or int64
 gather_sum(t, i[0], w)                                           indices must be .P, k.
+gather_sum(t, i[:, :0], w[:, :0])                                indices must be .P, k. with k
+gather_dot(t, i[:, :0], x)                                       indices must be .P, k. with k
 gather_sum(t, i, w[:, :2])                                       weights must be .10, 3, H.
 gather_sum(t, i, w.expand(-1, -1, 4))                            H = 4 does not divide d = 6
 gather_sum(t, i, w, i[:2], 2)                                    blocks must be .10, 3.
@@ -1147,6 +1177,9 @@ gather_rows(t, i)                                                rows must be .U
 mix_values(x[:, None], t[:, None, None], i[:, 0], w)             gate must be
 mix_values(x[:, None], t[:, None, :5], i[:, 0], w.mT)            bank_rows must be
 mix_values(x[:, None], t[:, None].expand(-1, 2, -1), i, w.mT)    inverse must be
+linear_cross_entropy(x, t[:, :5], i[:, 0])                       weight must be .V, 6. float
+linear_cross_entropy(x, t, i[:1, 0])                             targets must be .10. int32
+linear_cross_entropy(x, t, i)                                    targets must be .10. int32
 """)
 
 
@@ -1166,8 +1199,20 @@ def test_kernels_debug_mode_checks_index_ranges(monkeypatch):
         indices[2, 1] = bad
         with pytest.raises(ValueError, match=rf"indices must lie in \[0, 20\), .*\b{abs(bad)}\b"):
             kernels.gather_sum(table, indices, weights)
+    kernels.linear_cross_entropy(table, table[:3], torch.arange(20) % 5 - 2)
+    with pytest.raises(ValueError, match=r"targets must lie in \[0, 3\), .*\b3\b"):
+        kernels.linear_cross_entropy(table, table[:3], torch.arange(20) % 4)
     with pytest.raises(ValueError, match="ascending and distinct"):
         kernels.gather_rows(table, torch.tensor([3, 3]))
+
+
+def test_kernels_a_negative_index_is_no_row_of_a_table_in_bfloat16():
+    table, x = torch.zeros(2, 4, 3, dtype=torch.bfloat16, device="cpu")
+    weights = torch.ones(4, 1, device="cpu")
+    indices = torch.tensor([[0], [1], [-1], [3]], device="cpu")
+    for function, argument in ((kernels.gather_sum, weights), (kernels.gather_dot, x)):
+        with pytest.raises(IndexError, match="out of range"):
+            function(table, indices, argument)
 
 
 def test_kernels_dispatch_rule(monkeypatch):
@@ -1260,6 +1305,17 @@ def test_nothing_normalised_is_nothing():
     assert not kernels.rms_norm(torch.zeros(2, 8)).any()
 
 
+@parametrize("name", ["rms_norm", "relu_squared", "linear_cross_entropy"])
+def test_kernels_without_a_second_derivative_say_so(name):
+    x, weight, targets = (t.cpu() for t in head_inputs())
+    others = (weight, targets) if name == "linear_cross_entropy" else ()
+    x.requires_grad_()
+    y = getattr(kernels, name)(x, *others)
+    with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
+        first, = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.sum() + first.square().sum()).backward()
+
+
 @parametrize("kv_heads", [1, 2, 4])
 @parametrize("T", [1, 8, 11])
 def test_attention_in_blocks_is_causal_attention(T, kv_heads):
@@ -1282,6 +1338,7 @@ def test_attention_in_bfloat16_is_as_exact_as_torchs():
     torchs = kernels.attend(*bf16) - want                              # it learns nothing
     ours = kernels.attend(*bf16.requires_grad_()) - want
     assert not torch.equal(ours, torchs) and ours.norm() < 2 * torchs.norm()
+    assert kernels.attend(*bf16[:, :, :0]).shape == (2, 0, 64)
 
 
 @parametrize("shape", [(16, 40), (40, 16)])
@@ -1342,6 +1399,21 @@ def test_muon_takes_matrices_of_one_shape_together(monkeypatch):
     together, other = by_muon(kernels.Muon, 0.5, monkeypatch, [(16, 40)] * 4)
     close(together, one_by_one, 1e-5 if DEVICE == "cpu" else 0.01)
     assert other.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+@parametrize("kind, option", [
+    (kernels.Muon, "nesterov"), (kernels.Muon, "ns_steps"), (kernels.Muon, "adjust_lr_fn"),
+    (kernels.LazyAdam, "maximize"), (kernels.RowAdamW, "maximize")])
+def test_optimizers_refuse_options_of_torchs_that_they_do_not_have(kind, option):
+    with pytest.raises(TypeError, match=option):
+        kind([torch.nn.Parameter(torch.ones(2, 3))], **{option: None})
+
+
+def test_a_group_of_a_kind_that_is_none_is_an_error():
+    group = dict(params=[torch.nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.0)
+    assert len(kernels.make_optimizers([dict(group, kind="adamw")], (0.9, 0.95))) == 1
+    with pytest.raises(ValueError, match="kind must be one of adamw, muon.* got 'adam'"):
+        kernels.make_optimizers([dict(group, kind="adam")], (0.9, 0.95))
 
 
 def test_bf16_speedup_takes_the_best_of_turns(monkeypatch):
@@ -3682,6 +3754,7 @@ def test_every_group_has_its_own_rate(tiny):
 
 def test_clipping_keeps_what_is_below():
     a, b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(5, 2))
+    assert kernels.clip_grads([a, b], 1.0) == 0                # no gradients yet
     a.grad = torch.full((3,), 2.0)
     b.grad = kernels.coalesced(torch.tensor([1, 4]), torch.ones(2, 2), b.shape)
     for limit, norm in ((1.0, 4.0), (3.0, 1.0)):
