@@ -89,11 +89,13 @@ def acc_dtype(*tensors: Optional[Tensor]) -> torch.dtype:
     return torch.float64 if double else torch.float32
 
 
-def operator(fake):
-    """Make a function an operator, opaque to torch.compile, which asks `fake` for the shapes."""
+def operator(outputs):
+    """Make a function an operator, opaque to torch.compile, which learns the shapes of its results
+    from `outputs`: empty tensors, which some paths also fill.
+    """
     def register(function):
         op = torch.library.custom_op(f"nanomem::{function.__name__}", function, mutates_args=())
-        op.register_fake(fake)
+        op.register_fake(outputs)
         return op
     return register
 
@@ -329,13 +331,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
 # ================================================================ operators and gradients: search
 # Tucker's search returns indices; the scores are read again by pick, with a gradient.
 
-def product_key_search_fake(s_row, s_col, k):
+def product_key_search_outputs(s_row, s_col, k):
     scores = s_row.new_empty(s_row.shape[0], k, dtype=acc_dtype(s_row, s_col))
     rows = torch.empty_like(scores, dtype=torch.int64)
     return scores, rows, torch.empty_like(rows)
 
 
-@operator(product_key_search_fake)
+@operator(product_key_search_outputs)
 def product_key_search(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     search = product_key_search_triton if use_triton(s_row, s_col) else product_key_search_torch
     return search(s_row, s_col, k)
@@ -359,13 +361,13 @@ def product_key_backward(ctx, grad, *_):
 product_key_search.register_autograd(product_key_backward, setup_context=product_key_setup)
 
 
-def tucker_search_fake(s_row, s_col, u, v, core_sum, m_key, m):
+def tucker_search_outputs(s_row, s_col, u, v, core_sum, m_key, m):
     P, R = s_row.shape[:2]
     rows = s_row.new_empty(P, R, m, dtype=torch.int64)
     return rows, torch.empty_like(rows)
 
 
-@operator(tucker_search_fake)
+@operator(tucker_search_outputs)
 def tucker_search(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core_sum: Tensor, m_key: int,
                   m: int) -> tuple[Tensor, Tensor]:
     search = tucker_search_triton if use_triton(s_row, s_col) else tucker_search_torch
@@ -409,11 +411,11 @@ def scatter_scores(grad: Tensor, index: Tensor, n: int) -> Tensor:
 # or (P, k): then query p has n_blocks results, and the pair (p, u) belongs to result
 # p*n_blocks + blocks[p,u].
 
-def gather_sum_fake(table, indices, weights, blocks, n_blocks, order, sparse_grad):
+def gather_sum_outputs(table, indices, weights, blocks, n_blocks, order, sparse_grad):
     return weights.new_empty(indices.shape[0] * n_blocks, table.shape[1])
 
 
-@operator(gather_sum_fake)
+@operator(gather_sum_outputs)
 def gather_sum_op(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional[Tensor],
                   n_blocks: int, order: Optional[Tensor], sparse_grad: bool) -> Tensor:
     path = gather_sum_triton if use_triton(table, weights) else gather_sum_torch
@@ -440,12 +442,12 @@ def gather_sum_backward(ctx, grad):
 gather_sum_op.register_autograd(gather_sum_backward, setup_context=gather_sum_setup)
 
 
-def gather_dot_fake(table, indices, x, blocks, n_blocks, H, order, sparse_grad):
+def gather_dot_outputs(table, indices, x, blocks, n_blocks, H, order, sparse_grad):
     P, k = indices.shape
     return x.new_empty(P, k, H)
 
 
-@operator(gather_dot_fake)
+@operator(gather_dot_outputs)
 def gather_dot_op(table: Tensor, indices: Tensor, x: Tensor, blocks: Optional[Tensor],
                   n_blocks: int, H: int, order: Optional[Tensor], sparse_grad: bool) -> Tensor:
     path = gather_dot_triton if use_triton(table, x) else gather_dot_torch
@@ -462,7 +464,7 @@ def gather_dot_backward(ctx, grad):
     d_table = None
     d_x = None
     if ctx.needs_input_grad[0]:
-        d_table = table_grad(ctx, x, grad)    # x is summed, grad weighs it
+        d_table = table_grad(ctx, source=x, weights=grad)
     if ctx.needs_input_grad[2]:    # sum_u grad[p,u] table[j]
         d_x = gather_sum_op(table, indices, grad, blocks, ctx.n_blocks, order, False)
     return d_table, None, d_x, None, None, None, None, None
@@ -471,12 +473,12 @@ def gather_dot_backward(ctx, grad):
 gather_dot_op.register_autograd(gather_dot_backward, setup_context=gather_dot_setup)
 
 
-def table_grad(ctx, grad, weights):
-    """G[j] = sum of weights[p,u] * grad[p] over the (p, u) with indices[p,u] = j: dense, or COO of
-    the touched rows.
+def table_grad(ctx, source, weights):
+    """G[j] = sum of weights[p,u] * source[p] over the (p, u) with indices[p,u] = j: dense, or COO
+    of the touched rows.
     """
     table, indices, _, blocks, order = ctx.saved_tensors[:5]
-    arguments = (grad, indices, weights, blocks, ctx.n_blocks, order, table.shape[0], table.dtype)
+    arguments = (source, indices, weights, blocks, ctx.n_blocks, order, table.shape[0], table.dtype)
     if not ctx.sparse_grad:
         return row_sums_dense(*arguments)
     rows, sums = row_sums(*arguments, True)
@@ -488,32 +490,32 @@ def coalesced(rows, values, shape):
         rows[None].long(), values, shape, is_coalesced=True, check_invariants=False)
 
 
-def row_sums(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
+def row_sums(source, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
     """-> the distinct rows that were hit and their sums, if sparse; else anything and the sums of
     all n_rows rows.
     """
     if order is None:
         order = sort_indices(indices)
-    path = row_sums_triton if use_triton(grad, weights) else row_sums_torch
-    return path(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse)
+    path = row_sums_triton if use_triton(source, weights) else row_sums_torch
+    return path(source, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse)
 
 
-def row_sums_fake(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype):
-    return grad.new_empty(n_rows, grad.shape[1], dtype=dtype)
+def row_sums_outputs(source, indices, weights, blocks, n_blocks, order, n_rows, dtype):
+    return source.new_empty(n_rows, source.shape[1], dtype=dtype)
 
 
-@operator(row_sums_fake)
-def row_sums_dense(grad: Tensor, indices: Tensor, weights: Tensor, blocks: Optional[Tensor],
+@operator(row_sums_outputs)
+def row_sums_dense(source: Tensor, indices: Tensor, weights: Tensor, blocks: Optional[Tensor],
                    n_blocks: int, order: Optional[Tensor], n_rows: int,
                    dtype: torch.dtype) -> Tensor:
-    return row_sums(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, False)[1]
+    return row_sums(source, indices, weights, blocks, n_blocks, order, n_rows, dtype, False)[1]
 
 
-def gather_rows_fake(table, rows, sparse_grad):
+def gather_rows_outputs(table, rows, sparse_grad):
     return table.new_empty(rows.shape[0], *table.shape[1:])
 
 
-@operator(gather_rows_fake)
+@operator(gather_rows_outputs)
 def gather_rows_op(table: Tensor, rows: Tensor, sparse_grad: bool) -> Tensor:
     return table.index_select(0, rows)
 
@@ -545,21 +547,21 @@ gather_rows_eager = torch.compiler.disable(gather_rows_op)
 
 # ================================================================ operators and gradients: the head
 
-def linear_cross_entropy_fake(x, weight, targets, softcap, dtype, wants_x, wants_weight):
+def linear_cross_entropy_outputs(x, weight, targets, softcap, dtype, wants_x, wants_weight):
     acc = acc_dtype(x, weight)
     d_x = x.new_empty(x.shape if wants_x else (0,), dtype=dtype)
     d_weight = weight.new_empty(weight.shape if wants_weight else (0,), dtype=acc)
     return x.new_empty((), dtype=acc), d_x, d_weight
 
 
-@operator(linear_cross_entropy_fake)
+@operator(linear_cross_entropy_outputs)
 def linear_cross_entropy_op(x: Tensor, weight: Tensor, targets: Tensor, softcap: float,
                             dtype: torch.dtype, wants_x: bool,
                             wants_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
     """-> the sum of the losses and, where wanted, its gradients for x (in dtype) and for weight
     (fp32). Products run in dtype.
     """
-    total, d_x, d_weight = linear_cross_entropy_fake(
+    total, d_x, d_weight = linear_cross_entropy_outputs(
         x, weight, targets, softcap, dtype, wants_x, wants_weight)
     total.zero_()
     d_weight.zero_()
@@ -567,16 +569,16 @@ def linear_cross_entropy_op(x: Tensor, weight: Tensor, targets: Tensor, softcap:
     V = weight.shape[0]
     if use_triton(x, weight):
         rows = max(1024, 2**26 // V // 64 * 64)    # of a chunk
-        turn = cross_entropy_triton
+        chunk_loss = cross_entropy_triton
         weight = padded_rows(weight, dtype)
     else:
         rows = max(256, 2**21 // V)
-        turn = cross_entropy_torch
+        chunk_loss = cross_entropy_torch
         weight = weight.to(dtype)
     for start in range(0, x.shape[0], rows):
         part = slice(start, start + rows)
         z = x[part] @ weight.T    # (rows, V), 0 in the columns beyond
-        total += turn(z[:, :V], targets[part], softcap, wants_x or wants_weight).sum()
+        total += chunk_loss(z[:, :V], targets[part], softcap, wants_x or wants_weight).sum()
         if wants_x:
             torch.mm(z, weight, out=d_x[part])
         if wants_weight and dtype == d_weight.dtype:
@@ -750,9 +752,9 @@ def gather_dot_torch(table, indices, x, blocks, n_blocks, H):
     return dots
 
 
-def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
+def row_sums_torch(source, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
     P, k, H = weights.shape
-    acc = acc_dtype(grad, weights)
+    acc = acc_dtype(source, weights)
     keys = indices.flatten().index_select(0, order)
     if sparse:
         rows, count = keys.unique_consecutive(return_counts=True)
@@ -765,7 +767,7 @@ def row_sums_torch(grad, indices, weights, blocks, n_blocks, order, n_rows, dtyp
         result = result + blocks.reshape(-1)[order]
     weights = weights.to(acc).movedim(2, 0).flatten(1)    # (H, P*k)
     weights = weights.index_select(1, order)
-    return rows, slice_sums(grad.to(acc), result, start, weights).to(dtype)
+    return rows, slice_sums(source.to(acc), result, start, weights).to(dtype)
 
 
 def slice_sums(source, index, start, weights):
@@ -927,7 +929,7 @@ def product_key_search_triton(s_row, s_col, k):
     N2 = power_of_2(n, K2)
     C2 = power_of_2(C)
     BLOCK_P = max(1, 2048 // max(N2, C2))
-    scores, rows, cols = product_key_search_fake(s_row, s_col, k)
+    scores, rows, cols = product_key_search_outputs(s_row, s_col, k)
     if P:
         s_row = dense_rows(s_row)
         s_col = dense_rows(s_col)
@@ -981,7 +983,7 @@ def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, row_p, row_h, row_r,
 def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
     P, R, r, n = s_row.shape
     M2 = power_of_2(m_key)
-    rows, cols = tucker_search_fake(s_row, s_col, u, v, core_sum, m_key, m)
+    rows, cols = tucker_search_outputs(s_row, s_col, u, v, core_sum, m_key, m)
     if P * R:
         u, v, core_sum = (t.float().contiguous() for t in (u, v, core_sum))
         s_row = dense_rows(s_row)
@@ -1129,7 +1131,7 @@ def gather_dot_triton(table, indices, x, blocks, n_blocks, H):
 # (-1: no run crosses this border): the kernel adds them up in turn, until one window holds all. A
 # run that crosses a whole window is summed at its left border and leaves 0 at the right one.
 @jit
-def row_sums_kernel(grad, keys, order, weights, blocks, out, partial, borders, w_p, w_u, w_h, L,
+def row_sums_kernel(source, keys, order, weights, blocks, out, partial, borders, w_p, w_u, w_h, L,
                     steps, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
                     C: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr):
     width: tl.constexpr = H * D
@@ -1153,7 +1155,7 @@ def row_sums_kernel(grad, keys, order, weights, blocks, out, partial, borders, w
         following = load_index(keys + e + 1, e + 1 < L)
         ok = key >= 0
         if order is None:
-            g = load_tile(grad, width, e, col, ok, c < D)
+            g = load_tile(source, width, e, col, ok, c < D)
         else:
             entry = load_index(order + e, ok)
             p = entry // K
@@ -1162,7 +1164,7 @@ def row_sums_kernel(grad, keys, order, weights, blocks, out, partial, borders, w
             if E > 1:
                 result += load_index(blocks + entry, ok)
             weight = load(weights + p * w_p + u * w_u + h * w_h, ok)
-            g = weight[:, None] * load_tile(grad, width, result, col, ok, c < D)
+            g = weight[:, None] * load_tile(source, width, result, col, ok, c < D)
         total = tl.where(same[:, None], total, 0.0) + g
         last = ok & ((key != following) | (t == C - 1))
         came_in = last & (key == before)
@@ -1174,9 +1176,9 @@ def row_sums_kernel(grad, keys, order, weights, blocks, out, partial, borders, w
     tl.store(borders + 2 * w, tl.where(following == key, key, -1), mask=border)
 
 
-def row_sums_triton(grad, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
+def row_sums_triton(source, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse):
     P, k, H = weights.shape
-    D = grad.shape[1] // H
+    D = source.shape[1] // H
     C = 32
     BLOCK_D = column_block(D, 128)
     BLOCK_W = 512 // BLOCK_D
@@ -1187,18 +1189,19 @@ def row_sums_triton(grad, indices, weights, blocks, n_blocks, order, n_rows, dty
         n_rows = rows.shape[0]
         keys = torch.arange(n_rows, device=keys.device)
         keys = keys.repeat_interleave(count, output_size=P * k)
-    out = grad.new_zeros(n_rows, H * D, dtype=dtype)
-    grad = grad.contiguous()
+    out = source.new_zeros(n_rows, H * D, dtype=dtype)
+    source = source.contiguous()
     while keys.numel():
         L = keys.shape[0]
         W = triton.cdiv(L, C)
-        partial = grad.new_zeros(2 * W - 2, H * D, dtype=torch.float32)
+        partial = source.new_zeros(2 * W - 2, H * D, dtype=torch.float32)
         borders = keys.new_empty(2 * W - 2)
         programs = triton.cdiv(W, BLOCK_W) * H * triton.cdiv(D, BLOCK_D)
         launch(
-            row_sums_kernel, (programs,), grad, keys, order, weights, blocks, out, partial, borders,
-            *weights.stride(), L, min(L, C), k, H, n_blocks, D, C, BLOCK_W, BLOCK_D)
-        grad = partial
+            row_sums_kernel, (programs,),
+            source, keys, order, weights, blocks, out, partial, borders, *weights.stride(), L,
+            min(L, C), k, H, n_blocks, D, C, BLOCK_W, BLOCK_D)
+        source = partial
         keys = borders
         order = None
     return rows, out
@@ -1539,9 +1542,8 @@ def average_sparse(grad):
 
 # ================================================================ training on a CPU
 # There a step waits for memory. The first three have the gradients that torch gives them, from
-# fewer passes over the activations; on a GPU torch.compile fuses the plain expressions. The figures
-# are forward and backward at 4 x 256 tokens, width 384, one thread of a Xeon with avx512_bf16,
-# against the plain expression in the same run.
+# fewer passes over the activations; on a GPU torch.compile fuses the plain expressions. "Of its
+# time" is of the plain expression's, forward and backward, on one thread of a Xeon.
 
 def only_once(name):
     """For the backward pass of `name`: autograd would take what it has kept for constants."""
@@ -1598,9 +1600,8 @@ class ScaledSum(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: Optional[float] = None) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis, as F.rms_norm has it, its own eps
-    included. 1.4 against 2.6 ms; bf16 1.5 against 3.0; with a weight 2.2 against 3.5 and 2.1
-    against 4.1.
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, in half of its time. eps None:
+    finfo(x.dtype).eps, as F.rms_norm's documentation says. (In bf16 torch 2.13 takes fp32's.)
     """
     if weight is not None:
         weight = weight.to(x.dtype)    # mixed types have no fused path
@@ -1611,15 +1612,15 @@ def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: Optional[float] = 
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """relu(x)^2. At four times the width 4.3 against 6.9 ms; bf16 3.9 against 4.9."""
+    """relu(x)^2, in 0.6 of its time, 0.8 in bf16."""
     if x.device.type == "cpu":
         return ReLUSquared.apply(x)
     return F.relu(x).square()
 
 
 def scaled_sum(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensor:
-    """a*x + b*y for two scalars a, b and two tensors of one shape and dtype. 1.2 against 1.8 ms;
-    bf16 4.6 against 1.6, so not there.
+    """a*x + b*y for two scalars a, b and two tensors of one shape and dtype, in 0.7 of its time. In
+    bf16 it would take three times as long.
     """
     if x.device.type == "cpu" and x.dtype != torch.bfloat16:
         return ScaledSum.apply(a, x, b, y)
