@@ -417,6 +417,21 @@ def next_run(pending, running):
     return None
 
 
+def other_base(run):
+    """Whether the base in out/ was made with other settings than those that this run's row will
+    say."""
+    memo = ROOT / run.needs / "flags.txt"
+    if not memo.exists():                                       # nobody knows
+        return False
+    flags, *starts = memo.read_text().split("\n")
+    if starts and starts != [*map(json.dumps, run.start[1:])]:
+        return True
+    was = set(f" {flags}".split(" --")[1:])
+    now = {f"{key}={value}" for key, value in run.start[0].items()}
+    found = ("seed=", "dataset=", "init_from=")                 # there as they were found
+    return any(not flag.startswith(found) for flag in was ^ now)
+
+
 def is_finished(folder):
     """Whether the run in this folder has come to its end, and its checkpoint is here."""
     return all((ROOT / folder / name).exists() for name in ("ckpt.pt", "result.json"))
@@ -488,6 +503,10 @@ def run_all(runs, opt, metric, finished, known):
                 if run.needs and not is_finished(run.needs):
                     print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which is not "
                           "finished: its ckpt.pt and result.json are not both there")
+                    failed.append(run)
+                elif run.needs and other_base(run):
+                    print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which has other "
+                          "settings than its experiment's file: remove that folder, make it again")
                     failed.append(run)
                 else:
                     running[run] = start(run, opt)

@@ -417,6 +417,30 @@ def test_a_run_that_started_from_another_base_is_not_taken(lab):
     assert report_of(lab)["tuned"][3] == "+1.0000"
 
 
+FROM_OTHER = """
+    seeds = 1
+    baseline = "tuned"
+    variants = {"tuned": (dict(score="3", init_from="@other/standard"), None)}
+"""
+
+
+def test_a_base_of_another_experiment_must_have_that_ones_settings(lab, capsys):
+    """Its data, seed and start may be written otherwise."""
+    other = lab / "experiments/other.py"
+    experiment(lab, STARTED).rename(other)
+    assert runner.main(other, ["--seeds=1", "--only=standard"]) == 0
+    text = other.read_text()
+    other.write_text(text.replace("1:1", "2:2"))
+    path = experiment(lab, FROM_OTHER)
+    assert runner.main(path, []) == 1
+    said = capsys.readouterr().out
+    assert "tuned, seed 0: needs out/other-cpu/standard/s0, which has other settings" in said
+    assert runs_of(lab) == ["standard/s0"]
+    other.write_text(text)
+    assert runner.main(path, []) == 0
+    assert runs_of(lab) == ["standard/s0", "tuned/s0"]
+
+
 def test_a_base_that_is_made_again_for_its_checkpoint_keeps_its_row(lab):
     path = experiment(lab, STARTED)
     assert runner.main(path, ["--seeds=1"]) == 0
