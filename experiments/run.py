@@ -51,7 +51,7 @@ CLAIM_HEAD = ["claim", "difference", "paper's", "trend: 1/4, 1/2, whole", "seeds
 class Options:
     scale: str = "cpu"          # cpu | gpu: which of the experiment's settings
     seeds: int = -1             # seeds per variant; -1: the experiment's number
-    only: str = ""              # comma list of variants; "": all
+    only: str = ""              # comma list of variants (their bases run, too); "": all
     dataset: str = ""           # data folder; "": what the experiment's `prepare` makes
     jobs: int = 1               # runs at once; of more than one each gets its share of the cores
                                 # and no torch.compile
@@ -322,6 +322,12 @@ def plan(exp, opt, dataset):
         need(name in exp.variants, f"--only={opt.only}: there is no variant {name!r}, "
              f"but {', '.join(exp.variants)}")
     wanted = {exp.baseline.get(name, name) for name in only} | set(only)      # a row has two runs
+    for name in reversed(exp.variants):                         # and what it starts from: above it
+        init_from = str(settings(exp, opt.scale, name).get("init_from", ""))
+        if name in wanted and init_from.startswith("@"):
+            other, base = find_start(exp, opt.scale, init_from)
+            if other is exp:
+                wanted.add(base)
     names = [name for name in exp.variants if name in wanted or not only]
     runs = []
     for seed in range(opt.seeds if opt.seeds > 0 else exp.seeds):

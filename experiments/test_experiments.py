@@ -441,6 +441,17 @@ def test_a_base_of_another_experiment_must_have_that_ones_settings(lab, capsys):
     assert runs_of(lab) == ["standard/s0", "tuned/s0"]
 
 
+def test_a_row_alone_runs_with_all_that_it_starts_from(lab):
+    path = experiment(lab, STARTED.replace("""    }
+""", """        "third": (dict(score="4:4", init_from="@tuned"), None),
+        "fourth": (dict(score="5:5", init_from="@third"), None),
+    }
+    baseline = dict.fromkeys(variants, "third")
+"""))
+    assert runner.main(path, ["--seeds=1", "--only=third"]) == 0
+    assert runs_of(lab) == ["standard/s0", "tuned/s0", "third/s0"]
+
+
 def test_a_base_that_is_made_again_for_its_checkpoint_keeps_its_row(lab):
     path = experiment(lab, STARTED)
     assert runner.main(path, ["--seeds=1"]) == 0
