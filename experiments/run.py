@@ -28,8 +28,8 @@ from types import NoneType, SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from prepare_fineweb import ConfigError, configure, guard, help_text, naming, need, reading
-from prepare_fineweb import run_file
+from prepare_fineweb import ConfigError, configure, guard, help_text, lock, naming, need
+from prepare_fineweb import reading, run_file
 
 # One-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
@@ -367,6 +367,13 @@ def check_begun(run):
         same = code_of(run) in same_code(code.read_text())
         need(same, f"{run.folder} was begun with other code, of its model, kernels.py or train.py. "
              "Remove that folder, or rename it.")
+
+
+def check_free(run):
+    """No other process may be at work on it: a second run.py, or a trainer that is left over."""
+    folder = ROOT / run.folder
+    if (folder / ".lock").exists() and not run.result():
+        lock(folder).close()
 
 
 def code_of(run):
@@ -925,6 +932,7 @@ def main(path, argv, dataset=""):
         need(there, f"dataset={dataset}: there is no such data folder")
         for run in runs:
             check_begun(run)
+            check_free(run)
         data_id = data_id_of(dataset)
         with reading(results):
             make_way(results, data_id)

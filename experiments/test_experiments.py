@@ -42,7 +42,7 @@ from experiments import analysis, instruct, lime_arithmetic, midus_rates, mutant
 from experiments import run as runner
 from experiments.tasks import read_jsonl
 from experiments.topics import Retriever
-from prepare_fineweb import ConfigError, TokenShards, get_tokenizer, load_meta
+from prepare_fineweb import ConfigError, TokenShards, get_tokenizer, load_meta, lock
 
 # ================================================================ run.py
 
@@ -501,6 +501,19 @@ def test_a_run_that_another_process_has_finished_meanwhile_is_left_alone(lab):
 
     failed = runner.run_all([first, second], runner.Options(), "val_bpb", finish_the_other, set())
     assert failed == [] and runs_of(lab) == ["standard/s0"]
+
+
+def test_a_run_that_another_process_is_at_work_on_is_left_alone(lab):
+    path = experiment(lab, STARTED)
+    folder = lab / "out/toy_table-cpu/tuned/s0"
+    folder.mkdir(parents=True)
+    with lock(folder):
+        with pytest.raises(ConfigError, match="tuned/s0 is in use by the process [0-9]+: wait"):
+            runner.main(path, ["--seeds=1"])
+        assert not (lab / "calls.jsonl").exists(), "refused before the first run"
+        assert runner.main(path, ["--seeds=1", "--only=standard"]) == 0
+    assert runner.main(path, ["--seeds=1"]) == 0
+    assert runs_of(lab) == ["standard/s0", "tuned/s0"]
 
 
 def test_a_run_without_the_metric_fails_every_time(lab, capsys):
