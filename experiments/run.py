@@ -76,7 +76,8 @@ class Run:
 
     def result(self):
         file = ROOT / self.folder / "result.json"
-        return json.loads(file.read_text()) if file.exists() else {}
+        with reading(file):
+            return json.loads(file.read_text()) if file.exists() else {}
 
 
 # ---------------------------------------------------------------- for every program here
@@ -136,9 +137,10 @@ def same_code(old):
     file = ROOT / "experiments" / "results" / "same.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = [old]
-    for row in map(json.loads, lines):                         # in the order of time
-        if row["old"] in found:
-            found.append(row["new"])
+    with reading(file):
+        for row in map(json.loads, lines):                     # in the order of time
+            if row["old"] in found:
+                found.append(row["new"])
     return found
 
 

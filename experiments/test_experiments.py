@@ -516,6 +516,19 @@ def test_a_run_that_another_process_is_at_work_on_is_left_alone(lab):
     assert runs_of(lab) == ["standard/s0", "tuned/s0"]
 
 
+def test_a_damaged_file_is_named(lab):
+    path = experiment(lab, STARTED)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    (lab / "experiments/results/same.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="same.jsonl cannot be used"):
+        runner.main(path, ["--table_only=True"])
+    (lab / "experiments/results/same.jsonl").unlink()
+    result = lab / "out/toy_table-cpu/tuned/s0/result.json"
+    result.write_text('{"val_bpb": ')
+    with pytest.raises(ConfigError, match="tuned/s0/result.json cannot be used"):
+        runner.main(path, ["--seeds=1"])
+
+
 def test_a_run_without_the_metric_fails_every_time(lab, capsys):
     path = experiment(lab, STARTED)
     folder = lab / "out/toy_table-cpu/standard/s0"
