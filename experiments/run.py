@@ -28,8 +28,8 @@ from types import NoneType, SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from prepare_fineweb import ConfigError, configure, guard, help_text, lock, naming, need
-from prepare_fineweb import reading, run_file
+from prepare_fineweb import ConfigError, configure, guard, help_text, load_meta, lock, naming
+from prepare_fineweb import need, reading, run_file
 
 # One-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
@@ -897,8 +897,12 @@ def plot(exp, rows, file):
 
 def data_id_of(dataset):
     for folder in (ROOT / dataset, ROOT / "data" / dataset):
-        if dataset and (folder / "meta.json").exists():
-            return str(json.loads((folder / "meta.json").read_text())["data_id"])
+        meta = folder / "meta.json"
+        if dataset and folder.is_dir() and not meta.exists():
+            return load_meta(folder)["data_id"]                 # of shards alone, or an error
+        if dataset and meta.exists():
+            with reading(meta):
+                return str(json.loads(meta.read_text(encoding="utf-8"))["data_id"])
     return ""
 
 

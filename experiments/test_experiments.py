@@ -529,6 +529,20 @@ def test_a_damaged_file_is_named(lab):
         runner.main(path, ["--seeds=1"])
 
 
+def test_a_data_folder_is_looked_at_before_the_first_run(lab):
+    """One line of what is wrong with it, not one a run."""
+    path = experiment(lab, STARTED)
+    folder = lab / "data/own"
+    folder.mkdir(parents=True)
+    for content, message in ((None, "neither meta.json nor"), ("{", "meta.json cannot be used"),
+                             ("{}", "meta.json cannot be used")):
+        if content:
+            (folder / "meta.json").write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            runner.main(path, ["--dataset=own", "--seeds=1"])
+    assert not (lab / "calls.jsonl").exists()
+
+
 def test_a_run_without_the_metric_fails_every_time(lab, capsys):
     path = experiment(lab, STARTED)
     folder = lab / "out/toy_table-cpu/standard/s0"
