@@ -271,7 +271,7 @@ def prepared_data(exp, opt):
     """The data folder; runs `prepare` (prepare_fineweb.py's options, or a command) once."""
     prepare = exp.prepare if isinstance(exp.prepare, str) else exp.prepare[opt.scale]
     if opt.dataset or not prepare:
-        return opt.dataset
+        return opt.dataset.rstrip("/")
     folder = re.search(r"--out=(\S+)", prepare)
     need(folder, f"{exp.name}: `prepare` must say --out=data/NAME, a folder of its own")
     meta = ROOT / folder[1] / "meta.json"

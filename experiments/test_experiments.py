@@ -543,6 +543,12 @@ def test_a_data_folder_is_looked_at_before_the_first_run(lab):
     assert not (lab / "calls.jsonl").exists()
 
 
+def test_a_data_folder_may_end_in_a_slash(lab):
+    exp = runner.load_experiment(experiment(lab, TOYS), "cpu")
+    dataset = runner.prepared_data(exp, runner.Options(dataset="data/books/"))
+    assert dataset == "data/books", "@_old is the folder data/books_old"
+
+
 def test_a_run_without_the_metric_fails_every_time(lab, capsys):
     path = experiment(lab, STARTED)
     folder = lab / "out/toy_table-cpu/standard/s0"
