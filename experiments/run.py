@@ -920,6 +920,7 @@ def main(path, argv, dataset=""):
     with reading(path):
         exp = load_experiment(path, opt.scale)
     results = results_file(exp.name, opt.scale)
+    need(results.exists() or not opt.table_only, f"no results in {results.relative_to(ROOT)} yet")
     runs = []
     code = 0
 

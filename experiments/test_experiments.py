@@ -549,6 +549,14 @@ def test_a_data_folder_may_end_in_a_slash(lab):
     assert dataset == "data/books", "@_old is the folder data/books_old"
 
 
+def test_a_table_of_nothing_is_not_written(lab):
+    path = experiment(lab, STARTED)
+    message = "no results in experiments/results/toy_table-cpu.jsonl yet"
+    with pytest.raises(ConfigError, match=message):
+        runner.main(path, ["--table_only=True"])
+    assert not (lab / RESULTS).parent.exists()
+
+
 def test_a_run_without_the_metric_fails_every_time(lab, capsys):
     path = experiment(lab, STARTED)
     folder = lab / "out/toy_table-cpu/standard/s0"
