@@ -963,6 +963,7 @@ if __name__ == "__main__":
     guard("run.py")
     first, *rest = sys.argv[1:] or ["--help"]
     if first == "claims":
+        need(not rest, f"claims stands alone, without {' '.join(rest)}")
         file = ROOT / "experiments" / "results" / "claims.md"
         file.write_text(claims_table(), encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")

@@ -562,6 +562,7 @@ mine/tokenizer.json: c["added_tokens"] = []  --tokenizer=mine/tokenizer.json
 -  other.py  one experiment at a time, not also other.py
 # experiments/run.py
 -  --jobs=2  which experiment? Its file comes first
+-  claims --table_only=True  claims stands alone, without --table_only=True
 -  nowhere.py  there is no experiment file nowhere.py
 -  dict.json  dict.json
 -  exp.py other.py  one experiment at a time, not also other.py
