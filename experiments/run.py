@@ -98,6 +98,18 @@ def options(argv, program, defaults=None):
     return SimpleNamespace(**{**defaults, **given}), others
 
 
+def scale_of(program, argv, doc):
+    """The only argument of an experiment that is a program, too: cpu if none is given. Ends it
+    after --help."""
+    if {"-h", "--help"} & {*argv}:
+        print(f"python experiments/{program} cpu     after the runs of this scale\n")
+        print(doc)
+        sys.exit()
+    need(len(argv) < 2 and not any(word.startswith("-") for word in argv),
+         f"a scale is wanted, such as cpu, and nothing else, not {' '.join(argv)}")
+    return argv[0] if argv else "cpu"
+
+
 def save_costs(name, model, device, **figures):
     """What a program that measures costs has found -> results/NAME-DEVICE.json."""
     file = results_file(name, device).with_suffix(".json")
@@ -909,6 +921,10 @@ def data_id_of(dataset):
 def main(path, argv, dataset=""):
     """Run the experiment file. -> exit code: 0; 1 if a run failed; 130 after Ctrl-C."""
     defaults = vars(Options(dataset=dataset))
+    if {"-h", "--help"} & {*argv}:                              # then of the options
+        file = run_file(path)
+        print(file["__doc__"] or "")
+        print(f"variants: {', '.join(file.get('variants', ()))}\n")
     opt, files = options([str(path), *argv], globals(), defaults)
     need(files, "which experiment? Its file comes first: experiments/move_table1.py, say")
     others = files[1:]

@@ -812,8 +812,10 @@ repo/experiments/results/speedrun.jsonl = b"{}\n"  board  speedrun.jsonl cannot 
 # experiments/hiermem_longtail.py
 -  gpu  no results in
 -  tpu  tpu
+-  --scale=gpu  a scale is wanted
 # experiments/which_memory.py
 -  tpu  tpu
+-  cpu gpu  a scale is wanted
 """
 
 

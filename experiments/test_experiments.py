@@ -557,6 +557,26 @@ def test_a_table_of_nothing_is_not_written(lab):
     assert not (lab / RESULTS).parent.exists()
 
 
+def test_help_tells_of_the_experiment(lab, capsys):
+    path = experiment(lab, STARTED)
+    with pytest.raises(SystemExit):
+        runner.main(path, ["--help"])
+    said = capsys.readouterr().out
+    assert "A toy." in said and "variants: standard, tuned" in said and "--jobs=1" in said
+
+
+def test_a_command_that_takes_a_scale_has_help(capsys):
+    assert runner.scale_of("figures.py", [], "Why.") == "cpu"
+    assert runner.scale_of("figures.py", ["gpu"], "Why.") == "gpu"
+    with pytest.raises(SystemExit):
+        runner.scale_of("figures.py", ["--help"], "Why.")
+    said = capsys.readouterr().out
+    assert "python experiments/figures.py cpu" in said and "Why." in said
+    for argv in (["--scale=gpu"], ["cpu", "gpu"]):
+        with pytest.raises(ConfigError, match="a scale is wanted"):
+            runner.scale_of("figures.py", argv, "Why.")
+
+
 def test_a_run_without_the_metric_fails_every_time(lab, capsys):
     path = experiment(lab, STARTED)
     folder = lab / "out/toy_table-cpu/standard/s0"
