@@ -724,9 +724,10 @@ a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records w
 -  separability --occurrences=0  occurrences=0
 -  retrieval  for --model=hiermem
 tree/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1  retrieval --runs=bank  is the tree
+-  retrieval --runs=bank  asks for what comes after 32 tokens
 -  blocking  for --model=hiermem
 -  prompt  for --model=hiermem
--  rag  retriever.npz is missing
+-  rag --dataset=tree  `rag` is for --model=hiermem
 -  rag --runs=bank --datastore=0  datastore
 -  blimp --blimp=nowhere  nowhere has no determiner
 -  blimp  determiner

@@ -1761,6 +1761,12 @@ def analyse(name, run, *flags):
     return json.loads((run / f"analysis_{name}.json").read_text())[str(run)]
 
 
+def test_a_run_may_be_given_as_its_checkpoint(analysed):
+    analysis.main(["entropy", f"--runs={analysed}/run/ckpt.pt", "--sequences=1"])
+    found = json.loads((analysed / "run/analysis_entropy.json").read_text())
+    assert [*found] == [f"{analysed}/run/ckpt.pt"]
+
+
 @parametrize("name, flag, n, low, high", [
     ("entropy", "--sequences=3", 3, 0, math.log(32)),
     ("separability", "--occurrences=20", 5, .2, 1),
