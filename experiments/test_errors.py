@@ -779,6 +779,8 @@ run/ckpt.pt: c["model"]["embed.weight"][:] = nan  --out_dir=run  output is not a
 -  --rank=0  rank=0, steps=
 -  file  no file or command
 -  --device=x  device=x
+# experiments/bank_tiers.py
+-  --out_dir=run  run/ckpt.pt is there already
 # experiments/midus_costs.py
 -  --batch=0  batch, steps and prompt must be 1
 -  --depth=3  depth must be a multiple of 4
