@@ -1529,7 +1529,7 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
 def test_instructions_become_prompts_and_answers(tmp_path):
     """By Alpaca's names, in an array, and by Dolly's, a record a line."""
     def records_of(source):
-        instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data",
+        instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data/",
                        "--block_size=80", "--overwrite=True"])
         return read_jsonl(tmp_path / "data_records/train.jsonl")
 
