@@ -240,8 +240,9 @@ def check_names(exp, path):
     """What would run but mean something else: a wrong name, or two variants in one folder."""
     folders = []
     for name, variant in exp.variants.items():
-        need(slug(name) not in folders and "," not in name,
-             f"{path}: variant {name!r} has a comma or another one's folder name, {slug(name)}")
+        good = slug(name) not in folders and not {",", "|"} & {*name}
+        need(good, f"{path}: variant {name!r} has a comma, a | or another one's folder name, "
+             f"{slug(name)}")
         start = str(variant.overrides.get("init_from", ""))
         if start.startswith("@") and "/" not in start:
             need(slug(start) in folders, f"{path}: {name!r} has init_from={start!r}, which must "

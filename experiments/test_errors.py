@@ -594,7 +594,8 @@ exp.py = c + b'variants = {"A": ()}'  exp.py  variant 'A' must be (overrides
 exp.py = c + b'variants = {"A": ({}, "1.5")}'  exp.py  variant 'A' must be (overrides
 exp.py = c + b'variants = []'  exp.py  exp.py
 exp.py = c + b'variants = {3: ({}, 1)}'  exp.py  exp.py
-exp.py = c + b'variants = {"A": ({}, 1), "a": ({}, 1)}'  exp.py  'a' has a comma or another one's
+exp.py = c + b'variants = {"A": ({}, 1), "a": ({}, 1)}'  exp.py  'a' has a comma, a | or another
+exp.py = c + b'variants = {"A|B": ({}, 1)}'  exp.py  'A|B' has a comma, a | or another
 exp.py = c + b'variants = {"A": ({}, 1), "B": (dict(init_from="@C"), 1)}; claims = []'  exp.py
     must name a variant above it
 exp.py = c + b'variants = {"A": ({}, 1), "B": (dict(init_from="@no/C"), 1)}; claims = []'  exp.py
