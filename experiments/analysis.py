@@ -293,6 +293,8 @@ def retrieval(model, tok, folder, c, prefix=32):
     (which has seen the targets), of the first 32 tokens' path, of that without its best node of a
     level (Figure 6b), of another sequence's leaf, the generic ones, none."""
     tree = tree_of(model, folder)
+    need(model.config.block_size > prefix, f"block_size={model.config.block_size}: `retrieval` "
+         f"asks for what comes after {prefix} tokens")
     data = TokenShards(folder, "val", model.config.block_size)
     rows = range(min(data.n_windows, c.sequences * 4))
     x, y = data.batch(rows)
@@ -396,6 +398,7 @@ def rag(model, tok, folder, c, prefix=32):
     context that it is compared in: prepare_fineweb.py --block_size=512. All without memories; where
     there are some, "memories" are those that the first 32 tokens ask for, without a text."""
     from experiments.topics import Retriever, walk
+    need(hasattr(model.config, "clusters"), "`rag` is for --model=hiermem")
     data = TokenShards(folder, "val", model.config.block_size)
     train = TokenShards(folder, "train", model.config.block_size)
     if has_memories(model):
@@ -739,7 +742,8 @@ def main(argv):
         c.dataset = str(folder)                                 # the first run's, for all
         sample.check_tokens(path, ckpt["data"], folder)
         found[path] = analyse(model, tok, folder, c)
-    file = Path(c.runs.split(",")[0], f"analysis_{name}.png")
+    first = Path(c.runs.split(",")[0])                         # or a ckpt.pt
+    file = (first if first.is_dir() else first.parent) / f"analysis_{name}.png"
     draw_rows(file, found, *picture)
     file.with_suffix(".json").write_text(json.dumps(found))
     print(f"wrote {file} and .json")

@@ -78,7 +78,7 @@ def split(dataset):
             if (folder / name).exists():
                 shutil.copy(folder / name, partial)
         own = dict(meta, tokens=tokens, data_id=f"{meta['data_id']}-{subtree}")
-        for key in ("settings", "documents", "bytes", "tree"):           # of the whole folder
+        for key in ("settings", "documents", "bytes", "tree", "task"):   # of the whole folder
             own.pop(key, None)
         (partial / "meta.json").write_text(json.dumps(own, indent=1))
         need(min(tokens.values()), f"subtree {subtree} has {tokens['train']} train and "

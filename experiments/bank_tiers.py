@@ -174,6 +174,7 @@ def main(argv):
     need(config.factors[-1] % 2 == 0, f"clusters={c.clusters}: the last must be even, for pairs "
          "of leaves under one parent")
     path = Path(c.out_dir, "ckpt.pt")
+    need(not path.exists(), f"{path} is there already: remove it, or give another --out_dir=")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         tiers = Tiers(config, path, device)

@@ -119,7 +119,7 @@ def picture(found, file):
     figure.savefig(file, dpi=120)
 
 
-def main(scale="cpu"):
+def main(scale):
     rows = run.results_of(__file__, scale)
     again, folder = ask_again(rows, scale)
     found = {name: by_seed for name, by_seed in rows.items() if by_seed} | again
@@ -132,4 +132,4 @@ def main(scale="cpu"):
 
 if __name__ == "__main__":
     guard("hiermem_longtail.py")
-    main(*sys.argv[1:2])
+    main(run.scale_of("hiermem_longtail.py", sys.argv[1:], __doc__))

@@ -71,7 +71,7 @@ def main(argv):
     need(c.source and not extra, "give --source=FILE, a file of instructions, and options only")
     need(c.overwrite or not Path(c.out).exists(),
          f"{c.out} is there already: --overwrite=True writes it anew, --out= elsewhere")
-    folder = Path(f"{c.out}_records")
+    folder = Path(f"{Path(c.out)}_records")
     source = Path(c.source).resolve()
     need(folder.resolve() not in (source, *source.parents),
          f"source={c.source} lies in {folder}, which is written anew: --out= elsewhere")

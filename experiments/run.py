@@ -28,8 +28,8 @@ from types import NoneType, SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from prepare_fineweb import ConfigError, configure, guard, help_text, naming, need, reading
-from prepare_fineweb import run_file
+from prepare_fineweb import ConfigError, configure, guard, help_text, load_meta, lock, naming
+from prepare_fineweb import need, reading, run_file
 
 # One-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
@@ -51,7 +51,7 @@ CLAIM_HEAD = ["claim", "difference", "paper's", "trend: 1/4, 1/2, whole", "seeds
 class Options:
     scale: str = "cpu"          # cpu | gpu: which of the experiment's settings
     seeds: int = -1             # seeds per variant; -1: the experiment's number
-    only: str = ""              # comma list of variants; "": all
+    only: str = ""              # comma list of variants (their bases run, too); "": all
     dataset: str = ""           # data folder; "": what the experiment's `prepare` makes
     jobs: int = 1               # runs at once; of more than one each gets its share of the cores
                                 # and no torch.compile
@@ -76,7 +76,8 @@ class Run:
 
     def result(self):
         file = ROOT / self.folder / "result.json"
-        return json.loads(file.read_text()) if file.exists() else {}
+        with reading(file):
+            return json.loads(file.read_text()) if file.exists() else {}
 
 
 # ---------------------------------------------------------------- for every program here
@@ -95,6 +96,18 @@ def options(argv, program, defaults=None):
         sys.exit()
     given, others = configure(argv, defaults)
     return SimpleNamespace(**{**defaults, **given}), others
+
+
+def scale_of(program, argv, doc):
+    """The only argument of an experiment that is a program, too: cpu if none is given. Ends it
+    after --help."""
+    if {"-h", "--help"} & {*argv}:
+        print(f"python experiments/{program} cpu     after the runs of this scale\n")
+        print(doc)
+        sys.exit()
+    need(len(argv) < 2 and not any(word.startswith("-") for word in argv),
+         f"a scale is wanted, such as cpu, and nothing else, not {' '.join(argv)}")
+    return argv[0] if argv else "cpu"
 
 
 def save_costs(name, model, device, **figures):
@@ -136,9 +149,10 @@ def same_code(old):
     file = ROOT / "experiments" / "results" / "same.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = [old]
-    for row in map(json.loads, lines):                         # in the order of time
-        if row["old"] in found:
-            found.append(row["new"])
+    with reading(file):
+        for row in map(json.loads, lines):                     # in the order of time
+            if row["old"] in found:
+                found.append(row["new"])
     return found
 
 
@@ -226,8 +240,9 @@ def check_names(exp, path):
     """What would run but mean something else: a wrong name, or two variants in one folder."""
     folders = []
     for name, variant in exp.variants.items():
-        need(slug(name) not in folders and "," not in name,
-             f"{path}: variant {name!r} has a comma or another one's folder name, {slug(name)}")
+        good = slug(name) not in folders and not {",", "|"} & {*name}
+        need(good, f"{path}: variant {name!r} has a comma, a | or another one's folder name, "
+             f"{slug(name)}")
         start = str(variant.overrides.get("init_from", ""))
         if start.startswith("@") and "/" not in start:
             need(slug(start) in folders, f"{path}: {name!r} has init_from={start!r}, which must "
@@ -269,7 +284,7 @@ def prepared_data(exp, opt):
     """The data folder; runs `prepare` (prepare_fineweb.py's options, or a command) once."""
     prepare = exp.prepare if isinstance(exp.prepare, str) else exp.prepare[opt.scale]
     if opt.dataset or not prepare:
-        return opt.dataset
+        return opt.dataset.rstrip("/")
     folder = re.search(r"--out=(\S+)", prepare)
     need(folder, f"{exp.name}: `prepare` must say --out=data/NAME, a folder of its own")
     meta = ROOT / folder[1] / "meta.json"
@@ -322,6 +337,12 @@ def plan(exp, opt, dataset):
         need(name in exp.variants, f"--only={opt.only}: there is no variant {name!r}, "
              f"but {', '.join(exp.variants)}")
     wanted = {exp.baseline.get(name, name) for name in only} | set(only)      # a row has two runs
+    for name in reversed(exp.variants):                         # and what it starts from: above it
+        init_from = str(settings(exp, opt.scale, name).get("init_from", ""))
+        if name in wanted and init_from.startswith("@"):
+            other, base = find_start(exp, opt.scale, init_from)
+            if other is exp:
+                wanted.add(base)
     names = [name for name in exp.variants if name in wanted or not only]
     runs = []
     for seed in range(opt.seeds if opt.seeds > 0 else exp.seeds):
@@ -361,6 +382,13 @@ def check_begun(run):
         same = code_of(run) in same_code(code.read_text())
         need(same, f"{run.folder} was begun with other code, of its model, kernels.py or train.py. "
              "Remove that folder, or rename it.")
+
+
+def check_free(run):
+    """No other process may be at work on it: a second run.py, or a trainer that is left over."""
+    folder = ROOT / run.folder
+    if (folder / ".lock").exists() and not run.result():
+        lock(folder).close()
 
 
 def code_of(run):
@@ -415,6 +443,21 @@ def next_run(pending, running):
         if run.needs not in unfinished:
             return run
     return None
+
+
+def other_base(run):
+    """Whether the base in out/ was made with other settings than those that this run's row will
+    say."""
+    memo = ROOT / run.needs / "flags.txt"
+    if not memo.exists():                                       # nobody knows
+        return False
+    flags, *starts = memo.read_text().split("\n")
+    if starts and starts != [*map(json.dumps, run.start[1:])]:
+        return True
+    was = set(f" {flags}".split(" --")[1:])
+    now = {f"{key}={value}" for key, value in run.start[0].items()}
+    found = ("seed=", "dataset=", "init_from=")                 # there as they were found
+    return any(not flag.startswith(found) for flag in was ^ now)
 
 
 def is_finished(folder):
@@ -488,6 +531,10 @@ def run_all(runs, opt, metric, finished, known):
                 if run.needs and not is_finished(run.needs):
                     print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which is not "
                           "finished: its ckpt.pt and result.json are not both there")
+                    failed.append(run)
+                elif run.needs and other_base(run):
+                    print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which has other "
+                          "settings than its experiment's file: remove that folder, make it again")
                     failed.append(run)
                 else:
                     running[run] = start(run, opt)
@@ -863,14 +910,22 @@ def plot(exp, rows, file):
 
 def data_id_of(dataset):
     for folder in (ROOT / dataset, ROOT / "data" / dataset):
-        if dataset and (folder / "meta.json").exists():
-            return str(json.loads((folder / "meta.json").read_text())["data_id"])
+        meta = folder / "meta.json"
+        if dataset and folder.is_dir() and not meta.exists():
+            return load_meta(folder)["data_id"]                 # of shards alone, or an error
+        if dataset and meta.exists():
+            with reading(meta):
+                return str(json.loads(meta.read_text(encoding="utf-8"))["data_id"])
     return ""
 
 
 def main(path, argv, dataset=""):
     """Run the experiment file. -> exit code: 0; 1 if a run failed; 130 after Ctrl-C."""
     defaults = vars(Options(dataset=dataset))
+    if {"-h", "--help"} & {*argv}:                              # then of the options
+        file = run_file(path)
+        print(file["__doc__"] or "")
+        print(f"variants: {', '.join(file.get('variants', ()))}\n")
     opt, files = options([str(path), *argv], globals(), defaults)
     need(files, "which experiment? Its file comes first: experiments/move_table1.py, say")
     others = files[1:]
@@ -882,6 +937,7 @@ def main(path, argv, dataset=""):
     with reading(path):
         exp = load_experiment(path, opt.scale)
     results = results_file(exp.name, opt.scale)
+    need(results.exists() or not opt.table_only, f"no results in {results.relative_to(ROOT)} yet")
     runs = []
     code = 0
 
@@ -900,6 +956,7 @@ def main(path, argv, dataset=""):
         need(there, f"dataset={dataset}: there is no such data folder")
         for run in runs:
             check_begun(run)
+            check_free(run)
         data_id = data_id_of(dataset)
         with reading(results):
             make_way(results, data_id)
@@ -923,6 +980,7 @@ if __name__ == "__main__":
     guard("run.py")
     first, *rest = sys.argv[1:] or ["--help"]
     if first == "claims":
+        need(not rest, f"claims stands alone, without {' '.join(rest)}")
         file = ROOT / "experiments" / "results" / "claims.md"
         file.write_text(claims_table(), encoding="utf-8")
         print(f"wrote {file.relative_to(ROOT)}")

@@ -1,4 +1,5 @@
 """Tests of bank.py. `python test_all.py` runs them too."""
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_split_puts_every_sequence_into_the_folder_of_its_subtree(runs):
     leaves = [{row[-1] for row in rows} for rows in (first, second)]
     assert leaves == [{0, 1}, {2, 3}]
     assert sorted(first + second) == sorted(whole)
+
+
+def test_the_parts_of_a_folder_with_facts_train_without_their_questions(runs, tmp_path):
+    shutil.copytree(runs / "tree", tmp_path / "facts")
+    meta = tmp_path / "facts/meta.json"
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), "task": {"name": "facts"}}))
+    part = bank.split(str(tmp_path / "facts"))[0]
+    train(*HIER, "--max_iters=1", dataset=part, out_dir=tmp_path / "job")
+    assert (tmp_path / "job/result.json").exists()
 
 
 @parametrize("level", [1, 2])

@@ -562,6 +562,7 @@ mine/tokenizer.json: c["added_tokens"] = []  --tokenizer=mine/tokenizer.json
 -  other.py  one experiment at a time, not also other.py
 # experiments/run.py
 -  --jobs=2  which experiment? Its file comes first
+-  claims --table_only=True  claims stands alone, without --table_only=True
 -  nowhere.py  there is no experiment file nowhere.py
 -  dict.json  dict.json
 -  exp.py other.py  one experiment at a time, not also other.py
@@ -593,7 +594,8 @@ exp.py = c + b'variants = {"A": ()}'  exp.py  variant 'A' must be (overrides
 exp.py = c + b'variants = {"A": ({}, "1.5")}'  exp.py  variant 'A' must be (overrides
 exp.py = c + b'variants = []'  exp.py  exp.py
 exp.py = c + b'variants = {3: ({}, 1)}'  exp.py  exp.py
-exp.py = c + b'variants = {"A": ({}, 1), "a": ({}, 1)}'  exp.py  'a' has a comma or another one's
+exp.py = c + b'variants = {"A": ({}, 1), "a": ({}, 1)}'  exp.py  'a' has a comma, a | or another
+exp.py = c + b'variants = {"A|B": ({}, 1)}'  exp.py  'A|B' has a comma, a | or another
 exp.py = c + b'variants = {"A": ({}, 1), "B": (dict(init_from="@C"), 1)}; claims = []'  exp.py
     must name a variant above it
 exp.py = c + b'variants = {"A": ({}, 1), "B": (dict(init_from="@no/C"), 1)}; claims = []'  exp.py
@@ -723,9 +725,10 @@ a.jsonl = b'{"prompt": "?", "answer": "!"}'  domains --source=a.jsonl  records w
 -  separability --occurrences=0  occurrences=0
 -  retrieval  for --model=hiermem
 tree/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1  retrieval --runs=bank  is the tree
+-  retrieval --runs=bank  asks for what comes after 32 tokens
 -  blocking  for --model=hiermem
 -  prompt  for --model=hiermem
--  rag  retriever.npz is missing
+-  rag --dataset=tree  `rag` is for --model=hiermem
 -  rag --runs=bank --datastore=0  datastore
 -  blimp --blimp=nowhere  nowhere has no determiner
 -  blimp  determiner
@@ -777,6 +780,8 @@ run/ckpt.pt: c["model"]["embed.weight"][:] = nan  --out_dir=run  output is not a
 -  --rank=0  rank=0, steps=
 -  file  no file or command
 -  --device=x  device=x
+# experiments/bank_tiers.py
+-  --out_dir=run  run/ckpt.pt is there already
 # experiments/midus_costs.py
 -  --batch=0  batch, steps and prompt must be 1
 -  --depth=3  depth must be a multiple of 4
@@ -811,8 +816,10 @@ repo/experiments/results/speedrun.jsonl = b"{}\n"  board  speedrun.jsonl cannot 
 # experiments/hiermem_longtail.py
 -  gpu  no results in
 -  tpu  tpu
+-  --scale=gpu  a scale is wanted
 # experiments/which_memory.py
 -  tpu  tpu
+-  cpu gpu  a scale is wanted
 """
 
 

@@ -42,7 +42,7 @@ from experiments import analysis, instruct, lime_arithmetic, midus_rates, mutant
 from experiments import run as runner
 from experiments.tasks import read_jsonl
 from experiments.topics import Retriever
-from prepare_fineweb import ConfigError, TokenShards, get_tokenizer, load_meta
+from prepare_fineweb import ConfigError, TokenShards, get_tokenizer, load_meta, lock
 
 # ================================================================ run.py
 
@@ -417,6 +417,41 @@ def test_a_run_that_started_from_another_base_is_not_taken(lab):
     assert report_of(lab)["tuned"][3] == "+1.0000"
 
 
+FROM_OTHER = """
+    seeds = 1
+    baseline = "tuned"
+    variants = {"tuned": (dict(score="3", init_from="@other/standard"), None)}
+"""
+
+
+def test_a_base_of_another_experiment_must_have_that_ones_settings(lab, capsys):
+    """Its data, seed and start may be written otherwise."""
+    other = lab / "experiments/other.py"
+    experiment(lab, STARTED).rename(other)
+    assert runner.main(other, ["--seeds=1", "--only=standard"]) == 0
+    text = other.read_text()
+    other.write_text(text.replace("1:1", "2:2"))
+    path = experiment(lab, FROM_OTHER)
+    assert runner.main(path, []) == 1
+    said = capsys.readouterr().out
+    assert "tuned, seed 0: needs out/other-cpu/standard/s0, which has other settings" in said
+    assert runs_of(lab) == ["standard/s0"]
+    other.write_text(text)
+    assert runner.main(path, []) == 0
+    assert runs_of(lab) == ["standard/s0", "tuned/s0"]
+
+
+def test_a_row_alone_runs_with_all_that_it_starts_from(lab):
+    path = experiment(lab, STARTED.replace("""    }
+""", """        "third": (dict(score="4:4", init_from="@tuned"), None),
+        "fourth": (dict(score="5:5", init_from="@third"), None),
+    }
+    baseline = dict.fromkeys(variants, "third")
+"""))
+    assert runner.main(path, ["--seeds=1", "--only=third"]) == 0
+    assert runs_of(lab) == ["standard/s0", "tuned/s0", "third/s0"]
+
+
 def test_a_base_that_is_made_again_for_its_checkpoint_keeps_its_row(lab):
     path = experiment(lab, STARTED)
     assert runner.main(path, ["--seeds=1"]) == 0
@@ -466,6 +501,80 @@ def test_a_run_that_another_process_has_finished_meanwhile_is_left_alone(lab):
 
     failed = runner.run_all([first, second], runner.Options(), "val_bpb", finish_the_other, set())
     assert failed == [] and runs_of(lab) == ["standard/s0"]
+
+
+def test_a_run_that_another_process_is_at_work_on_is_left_alone(lab):
+    path = experiment(lab, STARTED)
+    folder = lab / "out/toy_table-cpu/tuned/s0"
+    folder.mkdir(parents=True)
+    with lock(folder):
+        with pytest.raises(ConfigError, match="tuned/s0 is in use by the process [0-9]+: wait"):
+            runner.main(path, ["--seeds=1"])
+        assert not (lab / "calls.jsonl").exists(), "refused before the first run"
+        assert runner.main(path, ["--seeds=1", "--only=standard"]) == 0
+    assert runner.main(path, ["--seeds=1"]) == 0
+    assert runs_of(lab) == ["standard/s0", "tuned/s0"]
+
+
+def test_a_damaged_file_is_named(lab):
+    path = experiment(lab, STARTED)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    (lab / "experiments/results/same.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="same.jsonl cannot be used"):
+        runner.main(path, ["--table_only=True"])
+    (lab / "experiments/results/same.jsonl").unlink()
+    result = lab / "out/toy_table-cpu/tuned/s0/result.json"
+    result.write_text('{"val_bpb": ')
+    with pytest.raises(ConfigError, match="tuned/s0/result.json cannot be used"):
+        runner.main(path, ["--seeds=1"])
+
+
+def test_a_data_folder_is_looked_at_before_the_first_run(lab):
+    """One line of what is wrong with it, not one a run."""
+    path = experiment(lab, STARTED)
+    folder = lab / "data/own"
+    folder.mkdir(parents=True)
+    for content, message in ((None, "neither meta.json nor"), ("{", "meta.json cannot be used"),
+                             ("{}", "meta.json cannot be used")):
+        if content:
+            (folder / "meta.json").write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            runner.main(path, ["--dataset=own", "--seeds=1"])
+    assert not (lab / "calls.jsonl").exists()
+
+
+def test_a_data_folder_may_end_in_a_slash(lab):
+    exp = runner.load_experiment(experiment(lab, TOYS), "cpu")
+    dataset = runner.prepared_data(exp, runner.Options(dataset="data/books/"))
+    assert dataset == "data/books", "@_old is the folder data/books_old"
+
+
+def test_a_table_of_nothing_is_not_written(lab):
+    path = experiment(lab, STARTED)
+    message = "no results in experiments/results/toy_table-cpu.jsonl yet"
+    with pytest.raises(ConfigError, match=message):
+        runner.main(path, ["--table_only=True"])
+    assert not (lab / RESULTS).parent.exists()
+
+
+def test_help_tells_of_the_experiment(lab, capsys):
+    path = experiment(lab, STARTED)
+    with pytest.raises(SystemExit):
+        runner.main(path, ["--help"])
+    said = capsys.readouterr().out
+    assert "A toy." in said and "variants: standard, tuned" in said and "--jobs=1" in said
+
+
+def test_a_command_that_takes_a_scale_has_help(capsys):
+    assert runner.scale_of("figures.py", [], "Why.") == "cpu"
+    assert runner.scale_of("figures.py", ["gpu"], "Why.") == "gpu"
+    with pytest.raises(SystemExit):
+        runner.scale_of("figures.py", ["--help"], "Why.")
+    said = capsys.readouterr().out
+    assert "python experiments/figures.py cpu" in said and "Why." in said
+    for argv in (["--scale=gpu"], ["cpu", "gpu"]):
+        with pytest.raises(ConfigError, match="a scale is wanted"):
+            runner.scale_of("figures.py", argv, "Why.")
 
 
 def test_a_run_without_the_metric_fails_every_time(lab, capsys):
@@ -1420,7 +1529,7 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
 def test_instructions_become_prompts_and_answers(tmp_path):
     """By Alpaca's names, in an array, and by Dolly's, a record a line."""
     def records_of(source):
-        instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data",
+        instruct.main([f"--source={source}", "--tokenizer=bytes", f"--out={tmp_path}/data/",
                        "--block_size=80", "--overwrite=True"])
         return read_jsonl(tmp_path / "data_records/train.jsonl")
 
@@ -1650,6 +1759,12 @@ def analyse(name, run, *flags):
     analysis.main([name, f"--runs={run}", *map(str, flags)])
     assert (run / f"analysis_{name}.png").exists()
     return json.loads((run / f"analysis_{name}.json").read_text())[str(run)]
+
+
+def test_a_run_may_be_given_as_its_checkpoint(analysed):
+    analysis.main(["entropy", f"--runs={analysed}/run/ckpt.pt", "--sequences=1"])
+    found = json.loads((analysed / "run/analysis_entropy.json").read_text())
+    assert [*found] == [f"{analysed}/run/ckpt.pt"]
 
 
 @parametrize("name, flag, n, low, high", [

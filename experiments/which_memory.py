@@ -395,5 +395,5 @@ def compare_lengths(kind):
 
 if __name__ == "__main__":
     guard("which_memory.py")
-    scale = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    scale = run.scale_of("which_memory.py", sys.argv[1:], __doc__)
     finish(run.results_of(__file__, scale), scale)
