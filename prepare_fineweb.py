@@ -903,7 +903,8 @@ def _train_bpe(c, path):
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts(), c.vocab_size, min_frequency=0, special_tokens=[EOT],
                             show_progress=False)
-    bpe.save(str(path))
+    with naming(path):
+        path.write_text(bpe.to_str(pretty=True), encoding="utf-8")
 
 
 def _make_tokenizer(c, folder):

@@ -253,6 +253,12 @@ def test_text_is_held_out_by_its_hash_and_bpe_is_trained_without_it(corpus, tmp_
     assert (third / "tokenizer.json").read_text() == (first / "tokenizer.json").read_text()
 
 
+def test_a_tokenizer_that_finds_no_room_on_the_disk_is_an_expected_failure(corpus):
+    c = pf.SimpleNamespace(**pf._defaults | dict(source=corpus, vocab_size=257))
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        pf._train_bpe(c, Path("/dev/full"))
+
+
 def test_prompts_have_no_loss_answers_and_their_end_have(tmp_path):
     records = [{"prompt": "What? ", "answer": f"It is {i}é."} for i in range(40)]
     folder = prepare_bytes(write_jsonl(tmp_path / "tasks.jsonl", records), tmp_path / "data")
