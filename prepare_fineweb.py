@@ -1077,6 +1077,8 @@ def prepare(**settings) -> str:
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
     own = folder.name and not folder.name.endswith(".partial")
     need(own, f"out={c.out}: must name a folder of its own")
+    if folder.is_symlink():     # to a larger disk, say: the folder there is filled
+        folder = folder.resolve()
     asked = {key: getattr(c, key) for key in _defaults}
     for key in ("out", "workers", "overwrite"):
         del asked[key]

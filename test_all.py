@@ -505,6 +505,15 @@ def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys, mon
     assert set(documents_of(folder, "train")) < set("abcdefgh")
 
 
+def test_a_link_to_a_folder_stays_and_the_folder_is_filled(corpus, tmp_path):
+    disk, link = tmp_path / "disk" / "folder", tmp_path / "data"
+    link.symlink_to(disk)
+    for overwrite in (False, True):
+        prepare_bytes(corpus, link, overwrite=overwrite)
+        assert link.is_symlink() and load_meta(link) == load_meta(disk)
+        assert not list(tmp_path.rglob("*.partial"))
+
+
 def start_preparing(corpus, out, seconds):
     """A preparation in a process of its own that rests after every shard."""
     settings = [f"--source={corpus}", "--tokenizer=bytes", f"--out={out}", "--shard_tokens=2000",
