@@ -521,6 +521,7 @@ bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight 
 -  --text_field=body  a record must have a string 'body'
 -  --out=.  out=.: must name a folder of its own
 -  --out=/  out=/: must name a folder of its own
+-  --out=/proc  out=/proc: a disk is mounted there, name a folder on it
 -  --out=text.jsonl  text.jsonl
 -  --out=text.jsonl/data  text.jsonl
 -  --out=/proc/x  /proc/.x.lock
