@@ -404,7 +404,7 @@ class JSONTokenizer(BytesTokenizer):
         piece = self.tokenizer.id_to_token(i) or ""     # ids may have gaps
         if i in self.added:
             return b"" if self.added[i].special else piece.encode()
-        if self.byte_level:
+        if self.byte_level and self.byte.keys() >= set(piece):     # else it stands for itself
             return bytes(self.byte[character] for character in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):     # SentencePiece's way of writing a byte,
             return bytes.fromhex(piece[3:5])

@@ -374,6 +374,11 @@ def test_other_tokenizers_json(tmp_path, corpus):
     own.save(str(tmp_path / "own.json"))
     tok = get_tokenizer(tmp_path / "own.json")
     assert b"".join(map(tok.token_bytes, tok.encode("a é"))) == "a é".encode()
+    own.model = models.BPE({"a b": 0, "a": 1, "é": 2}, [])     # what ByteLevel cannot have written
+    own.save(str(tmp_path / "own.json"))
+    tok = get_tokenizer(tmp_path / "own.json")
+    assert [tok.token_bytes(i) for i in range(3)] == [b"a b", b"a", b"\xe9"]
+    assert tok.decode([0, 1]) == "a ba"
     own.decoder = decoders.WordPiece()
     own.save(str(tmp_path / "own.json"))
     with pytest.raises(ConfigError, match="own.json: its tokens have no bytes of their own"):
