@@ -971,7 +971,7 @@ def _write(c, folder):
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
     found = meta["documents"]
-    hint = "give more text, or prepare_fineweb.py a larger --val_fraction="
+    hint = "give more text, or prepare_fineweb.py another --val_fraction="
     if 0 < c.max_tokens <= meta["tokens"]["train"]:
         hint = f"max_tokens={c.max_tokens} ended the reading, raise it"
     need(any(found.values()), f"{c.source} holds no text")

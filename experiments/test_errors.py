@@ -499,7 +499,7 @@ bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight 
 -  --vocab_size=4096  vocab_size=4096 is for tokenizer=bpe; bytes has
 -  --tokenizer=bpe --vocab_size=256  vocab_size=256: must be at least 257
 -  --tokenizer=bpe --vocab_size=-5  vocab_size=-5: must be at least 257
--  --val_fraction=1  too few different documents to hold out 1.0
+-  --val_fraction=1  'val': 200}; give more text, or prepare_fineweb.py another --val_fraction=
 -  --val_fraction=0  val_fraction=0.0
 -  --val_fraction=2  val_fraction=2.0
 -  --val_fraction=-3  val_fraction=-3.0
