@@ -187,6 +187,8 @@ if resume:                                         # the run that stopped decide
     done = max_iters < ckpt["step"] or max_iters == ckpt["step"] and (out / "result.json").exists()
     need(not done, f"{out}/ckpt.pt is of step {ckpt['step']} and max_iters={max_iters}: give a "
          "larger --max_iters to go on")
+need(min_lr <= learning_rate, f"min_lr={min_lr:g}: must not be above learning_rate="
+     f"{learning_rate:g}, from which the schedule falls to it")
 
 # ---------------------------------------------------------------- data and model
 folder, meta = None, {"vocab_size": 50257}         # a dry run needs no text

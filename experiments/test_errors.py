@@ -191,6 +191,8 @@ CASES = r"""
 -  --learning_rate=1e99  learning_rate=1e+99: must be from 0
 -  --weight_decay=-1  weight_decay=-1.0: must be from 0
 -  --min_lr=-1  min_lr=-1.0: must be from 0
+-  --min_lr=0.5  min_lr=0.5: must not be above learning_rate=0.02
+-  --model=hiermem --learning_rate=1e-5  min_lr=5e-05: must not be above learning_rate=1e-05
 -  --muon_lr=-1  muon_lr=-1.0: must be from 0
 -  --warmup=1.5  warmup=1.5: must be from 0 to 1
 -  --warmup=-1  warmup=-1.0: must be from 0 to 1
@@ -320,6 +322,7 @@ run/.lock locked  --out_dir=run  run is in use by the process
 -  --preset=d12  preset=d12: the checkpoint has
 -  --skip_steps=5  skip_steps=5: the checkpoint has skip_steps=0
 -  --block_size=16  block_size=16: the checkpoint has block_size=32
+-  --learning_rate=0.01 --min_lr=0.015  min_lr=0.015: must not be above learning_rate=0.01
 -  --max_iters=1  is of step 2 and max_iters=1: give a larger
 -  --max_iters=2  is of step 2 and max_iters=2: give a larger
 -  --dataset=own  holds other text than the checkpoint
