@@ -104,10 +104,11 @@ class Config:
         self.check(1 <= self.top_k <= self.n_keys ** 2, "top_k n_keys", "needs top_k <= n_keys^2")
         self.check(self.value_lr > 0, "value_lr", "must be more than 0")
         if self.rope_scaling:
-            four = re.fullmatch(r"[0-9.]+(:[0-9.]+){3}", self.rope_scaling)
+            four = re.fullmatch(r"[0-9]*[.]?[0-9]+(:[0-9]*[.]?[0-9]+){3}", self.rope_scaling)
             self.check(four, "rope_scaling", "give factor:low:high:context, like 32:1:4:8192")
             factor, low, high, context = map(float, self.rope_scaling.split(":"))
             self.check(low < high, "rope_scaling", "factor:low:high:context needs low < high")
+            self.check(min(factor, context) > 0, "rope_scaling", "factor, context must be positive")
         if self.upscale == "base":
             self.check(self.inserted == 0, "upscale inserted", "a base has no inserted blocks")
         else:

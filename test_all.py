@@ -3371,6 +3371,12 @@ midus       n_embd=34               n_embd=34
 midus       n_kv_head=3             n_kv_head=3
 midus       value_lr=0.0            value_lr=0.0: must be more than 0
 midus       rope_scaling=32:4:1:8192        rope_scaling='32:4:1:8192'
+midus       rope_scaling=.:1:4:8192         rope_scaling='.:1:4:8192': give factor:low:high:context
+midus       rope_scaling=0:1:4:8192         factor, context must be positive
+hiermem     rope_scaling=1..2:1:4:8192      rope_scaling='1..2:1:4:8192': give factor:low
+hiermem     rope_scaling=0:0:0:0            rope_scaling='0:0:0:0': factor:low:high:context needs
+hiermem     rope_scaling=32:4:1:8192        needs low < high
+hiermem     rope_scaling=32:1:4:0           factor, context must be positive
 hiermem     n_head=3 n_kv_head=2    n_head must be a multiple of n_kv_head
 hiermem     eot=61                  eot=61, vocab_size=61: eot must be a token
 """))
