@@ -106,6 +106,7 @@ class Config:
         self.check(share, "generic", "must be between 0 and 1, or -1 (automatic)")
         self.check(self.memory_lr > 0, "memory_lr", "must be positive")
         self.check(self.rope_base > 0, "rope_base", "must be positive")
+        self.check(self.norm_eps >= 0, "norm_eps", "must not be negative")
         if self.rope_scaling:
             four = re.fullmatch(r"[0-9]*[.]?[0-9]+(:[0-9]*[.]?[0-9]+){3}", self.rope_scaling)
             self.check(four, "rope_scaling", "give factor:low:high:context, like 32:1:4:8192")

@@ -88,6 +88,7 @@ class Config:
             self.r = self.head_dim
         self.check(self.r > 0, "r", "must be at least 1")
         self.check(self.rope_base > 0, "rope_base", "must be positive")
+        self.check(self.norm_eps >= 0, "norm_eps", "must not be negative")
         if self.inserted == -1:
             self.inserted = 0 if self.upscale == "base" else max(1, self.n_layer // 2)
         if self.upscale not in ("midus", "base"):

@@ -3377,6 +3377,10 @@ hiermem     rope_scaling=1..2:1:4:8192      rope_scaling='1..2:1:4:8192': give f
 hiermem     rope_scaling=0:0:0:0            rope_scaling='0:0:0:0': factor:low:high:context needs
 hiermem     rope_scaling=32:4:1:8192        needs low < high
 hiermem     rope_scaling=32:1:4:0           factor, context must be positive
+lime        norm_eps=-1e-7          norm_eps=-1e-07: must not be negative
+ultramem    norm_eps=-1.0           norm_eps=-1.0: must not be negative
+midus       norm_eps=-1.0           norm_eps=-1.0: must not be negative
+hiermem     norm_eps=-1.0           norm_eps=-1.0: must not be negative
 hiermem     n_head=3 n_kv_head=2    n_head must be a multiple of n_kv_head
 hiermem     eot=61                  eot=61, vocab_size=61: eot must be a token
 """))
