@@ -3355,6 +3355,7 @@ ultramem    memory=moe top_k=65             top_k=65
 ultramem    memory=moe memory_layers=0:1    memory_layers='0:1'
 ultramem    key_dim=4000            make the memory smaller
 ultramem    memory=none n_inner=0   n_inner=0
+ultramem    rank_queries=2          rank_queries=2: must be 0 or 1, or -1
 ultramem    heads=0                 heads=0: must be at least 1
 ultramem    value_lr_until=0.0      value_lr_until=0.0
 midus       upscale=dus             upscale='dus': choose one of ['midus', 'base', 'solar'
