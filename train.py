@@ -107,7 +107,7 @@ def flags_of(path):
         from experiments.run import main
         sys.exit(main(path, [*(file for file in files if file != path), *options]))
     return [f"--{key}={value}" for key, value in settings.items()
-            if type(value) in KINDS and key[0] != "_"]
+            if (isinstance(value, KINDS) or key in defaults) and key[0] != "_"]
 
 
 def automatic(value, cpu, cuda):

@@ -256,6 +256,9 @@ conf.py = b"max_itres = 2\n"  conf.py  did you mean --max_iters=?
 conf.py = b"max_iters = 2.5\n"  conf.py  --max_iters wants a whole number
 conf.py = b"min_lr = -4\n"  conf.py  min_lr=-4.0: must be from 0
 conf.py = b"depth = 'four'\n"  conf.py  --depth wants a whole number
+conf.py = b"from pathlib import Path; init_from = Path('no')"  conf.py  no checkpoint no
+conf.py = b"import numpy as np; min_lr = np.float64(-3)"  conf.py  min_lr=-3.0: must be from 0
+conf.py = b"schedule = ['wsd']"  conf.py  schedule=['wsd']: choose cosine or wsd
 conf.py = b"x = '\xff'\n"  conf.py  conf.py
 conf.py = b"\0"  conf.py  null bytes
 conf.py = b"import sys; sys.exit(0)\n"  conf.py  conf.py, line 1: SystemExit
