@@ -3636,6 +3636,12 @@ def torchrun_to_its_end(*flags, **more):
     assert process.returncode == 0, said
 
 
+def test_a_text_of_less_than_a_gpus_step_is_an_error(tiny, monkeypatch):
+    monkeypatch.setattr(sample, "pick_device", lambda name: "cuda")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Mock())
+    tiny("--batch_tokens=131072", expect="four epochs of them are less than a step of batch_tokens")
+
+
 def test_torchrun_gives_each_process_its_own_gpu(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     process = start_train("--model=move", "--device=cuda:1")

@@ -260,6 +260,9 @@ if max_iters == -1:
     max_iters = 128
     if gpu and folder and not dry_run:
         max_iters = int(min(10 * flops / 6, 4 * train_data.n_tokens) // batch_tokens)
+        need(max_iters, f"{folder} has {train_data.n_tokens:,} training tokens, four epochs of "
+             f"them are less than a step of batch_tokens={batch_tokens:,}: give fewer, or "
+             "--max_iters=")
 warmup_iters = round(warmup * max_iters)
 if eval_interval == -1:
     eval_interval = max(1, max_iters // automatic(-1, 4, 20))
