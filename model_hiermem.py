@@ -106,8 +106,13 @@ class Config:
         self.check(share, "generic", "must be between 0 and 1, or -1 (automatic)")
         self.check(self.memory_lr > 0, "memory_lr", "must be positive")
         self.check(self.rope_base > 0, "rope_base", "must be positive")
-        four = re.fullmatch(r"([0-9.]+(:[0-9.]+){3})?", self.rope_scaling)
-        self.check(four, "rope_scaling", "give factor:low:high:context, like 32:1:4:8192")
+        self.check(self.norm_eps >= 0, "norm_eps", "must not be negative")
+        if self.rope_scaling:
+            four = re.fullmatch(r"[0-9]*[.]?[0-9]+(:[0-9]*[.]?[0-9]+){3}", self.rope_scaling)
+            self.check(four, "rope_scaling", "give factor:low:high:context, like 32:1:4:8192")
+            factor, low, high, context = map(float, self.rope_scaling.split(":"))
+            self.check(low < high, "rope_scaling", "factor:low:high:context needs low < high")
+            self.check(min(factor, context) > 0, "rope_scaling", "factor, context must be positive")
         self.check(self.bank_device in ("device", "cpu"), "bank_device", "choose device or cpu")
         self.check_memory()
 

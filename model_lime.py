@@ -79,7 +79,7 @@ class Config:
         self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head",
                    "n_head must be a multiple of n_kv_head")
         self.check(self.rope_base > 0, "rope_base", "must be positive")
-        for name in ("router_lr", "router_decay", "kv_init"):
+        for name in ("norm_eps", "router_lr", "router_decay", "kv_init"):
             self.check(getattr(self, name) >= 0, name, "must not be negative")
         if self.router not in ("static", "none"):
             self.check(is_router(self.router), "router",

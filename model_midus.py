@@ -88,6 +88,7 @@ class Config:
             self.r = self.head_dim
         self.check(self.r > 0, "r", "must be at least 1")
         self.check(self.rope_base > 0, "rope_base", "must be positive")
+        self.check(self.norm_eps >= 0, "norm_eps", "must not be negative")
         if self.inserted == -1:
             self.inserted = 0 if self.upscale == "base" else max(1, self.n_layer // 2)
         if self.upscale not in ("midus", "base"):
@@ -104,10 +105,11 @@ class Config:
         self.check(1 <= self.top_k <= self.n_keys ** 2, "top_k n_keys", "needs top_k <= n_keys^2")
         self.check(self.value_lr > 0, "value_lr", "must be more than 0")
         if self.rope_scaling:
-            four = re.fullmatch(r"[0-9.]+(:[0-9.]+){3}", self.rope_scaling)
+            four = re.fullmatch(r"[0-9]*[.]?[0-9]+(:[0-9]*[.]?[0-9]+){3}", self.rope_scaling)
             self.check(four, "rope_scaling", "give factor:low:high:context, like 32:1:4:8192")
             factor, low, high, context = map(float, self.rope_scaling.split(":"))
             self.check(low < high, "rope_scaling", "factor:low:high:context needs low < high")
+            self.check(min(factor, context) > 0, "rope_scaling", "factor, context must be positive")
         if self.upscale == "base":
             self.check(self.inserted == 0, "upscale inserted", "a base has no inserted blocks")
         else:

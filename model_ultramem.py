@@ -90,8 +90,9 @@ class Config:
             value = getattr(self, name)
             self.check(value > 0 or value == -1, name, "must be at least 1, or -1 (automatic)")
         self.check(self.pre_value_dim >= -1, "pre_value_dim", "must be 0 or more, or -1")
+        self.check(self.rank_queries in (-1, 0, 1), "rank_queries", "must be 0 or 1, or -1")
         self.check(self.rope_base > 0, "rope_base", "must be positive")
-        for name in ("value_lr", "balance_loss"):
+        for name in ("norm_eps", "value_lr", "balance_loss"):
             self.check(getattr(self, name) >= 0, name, "must not be negative")
         self.check(d % (2 * self.n_head) == 0, "n_embd n_head",
                    "n_embd must be a multiple of 2*n_head")

@@ -404,7 +404,7 @@ class JSONTokenizer(BytesTokenizer):
         piece = self.tokenizer.id_to_token(i) or ""     # ids may have gaps
         if i in self.added:
             return b"" if self.added[i].special else piece.encode()
-        if self.byte_level:
+        if self.byte_level and self.byte.keys() >= set(piece):     # else it stands for itself
             return bytes(self.byte[character] for character in piece)
         if re.fullmatch("<0x[0-9A-F]{2}>", piece):     # SentencePiece's way of writing a byte,
             return bytes.fromhex(piece[3:5])
@@ -903,7 +903,8 @@ def _train_bpe(c, path):
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(texts(), c.vocab_size, min_frequency=0, special_tokens=[EOT],
                             show_progress=False)
-    bpe.save(str(path))
+    with naming(path):
+        path.write_text(bpe.to_str(pretty=True), encoding="utf-8")
 
 
 def _make_tokenizer(c, folder):
@@ -970,7 +971,7 @@ def _write(c, folder):
             if 0 < c.max_tokens <= meta["tokens"]["train"]:
                 break
     found = meta["documents"]
-    hint = "give more text, or prepare_fineweb.py a larger --val_fraction="
+    hint = "give more text, or prepare_fineweb.py another --val_fraction="
     if 0 < c.max_tokens <= meta["tokens"]["train"]:
         hint = f"max_tokens={c.max_tokens} ended the reading, raise it"
     need(any(found.values()), f"{c.source} holds no text")
@@ -1076,6 +1077,9 @@ def prepare(**settings) -> str:
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
     own = folder.name and not folder.name.endswith(".partial")
     need(own, f"out={c.out}: must name a folder of its own")
+    need(not folder.is_mount(), f"out={c.out}: a disk is mounted there, name a folder on it")
+    if folder.is_symlink():     # to a larger disk, say: the folder there is filled
+        folder = folder.resolve()
     asked = {key: getattr(c, key) for key in _defaults}
     for key in ("out", "workers", "overwrite"):
         del asked[key]

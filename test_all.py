@@ -253,6 +253,12 @@ def test_text_is_held_out_by_its_hash_and_bpe_is_trained_without_it(corpus, tmp_
     assert (third / "tokenizer.json").read_text() == (first / "tokenizer.json").read_text()
 
 
+def test_a_tokenizer_that_finds_no_room_on_the_disk_is_an_expected_failure(corpus):
+    c = pf.SimpleNamespace(**pf._defaults | dict(source=corpus, vocab_size=257))
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        pf._train_bpe(c, Path("/dev/full"))
+
+
 def test_prompts_have_no_loss_answers_and_their_end_have(tmp_path):
     records = [{"prompt": "What? ", "answer": f"It is {i}é."} for i in range(40)]
     folder = prepare_bytes(write_jsonl(tmp_path / "tasks.jsonl", records), tmp_path / "data")
@@ -368,6 +374,11 @@ def test_other_tokenizers_json(tmp_path, corpus):
     own.save(str(tmp_path / "own.json"))
     tok = get_tokenizer(tmp_path / "own.json")
     assert b"".join(map(tok.token_bytes, tok.encode("a é"))) == "a é".encode()
+    own.model = models.BPE({"a b": 0, "a": 1, "é": 2}, [])     # what ByteLevel cannot have written
+    own.save(str(tmp_path / "own.json"))
+    tok = get_tokenizer(tmp_path / "own.json")
+    assert [tok.token_bytes(i) for i in range(3)] == [b"a b", b"a", b"\xe9"]
+    assert tok.decode([0, 1]) == "a ba"
     own.decoder = decoders.WordPiece()
     own.save(str(tmp_path / "own.json"))
     with pytest.raises(ConfigError, match="own.json: its tokens have no bytes of their own"):
@@ -497,6 +508,15 @@ def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys, mon
         prepare_bytes(corpus, folder, overwrite=True)
         assert not old.exists()
     assert set(documents_of(folder, "train")) < set("abcdefgh")
+
+
+def test_a_link_to_a_folder_stays_and_the_folder_is_filled(corpus, tmp_path):
+    disk, link = tmp_path / "disk" / "folder", tmp_path / "data"
+    link.symlink_to(disk)
+    for overwrite in (False, True):
+        prepare_bytes(corpus, link, overwrite=overwrite)
+        assert link.is_symlink() and load_meta(link) == load_meta(disk)
+        assert not list(tmp_path.rglob("*.partial"))
 
 
 def start_preparing(corpus, out, seconds):
@@ -3410,6 +3430,7 @@ ultramem    memory=moe top_k=65             top_k=65
 ultramem    memory=moe memory_layers=0:1    memory_layers='0:1'
 ultramem    key_dim=4000            make the memory smaller
 ultramem    memory=none n_inner=0   n_inner=0
+ultramem    rank_queries=2          rank_queries=2: must be 0 or 1, or -1
 ultramem    heads=0                 heads=0: must be at least 1
 ultramem    value_lr_until=0.0      value_lr_until=0.0
 midus       upscale=dus             upscale='dus': choose one of ['midus', 'base', 'solar'
@@ -3426,6 +3447,16 @@ midus       n_embd=34               n_embd=34
 midus       n_kv_head=3             n_kv_head=3
 midus       value_lr=0.0            value_lr=0.0: must be more than 0
 midus       rope_scaling=32:4:1:8192        rope_scaling='32:4:1:8192'
+midus       rope_scaling=.:1:4:8192         rope_scaling='.:1:4:8192': give factor:low:high:context
+midus       rope_scaling=0:1:4:8192         factor, context must be positive
+hiermem     rope_scaling=1..2:1:4:8192      rope_scaling='1..2:1:4:8192': give factor:low
+hiermem     rope_scaling=0:0:0:0            rope_scaling='0:0:0:0': factor:low:high:context needs
+hiermem     rope_scaling=32:4:1:8192        needs low < high
+hiermem     rope_scaling=32:1:4:0           factor, context must be positive
+lime        norm_eps=-1e-7          norm_eps=-1e-07: must not be negative
+ultramem    norm_eps=-1.0           norm_eps=-1.0: must not be negative
+midus       norm_eps=-1.0           norm_eps=-1.0: must not be negative
+hiermem     norm_eps=-1.0           norm_eps=-1.0: must not be negative
 hiermem     n_head=3 n_kv_head=2    n_head must be a multiple of n_kv_head
 hiermem     eot=61                  eot=61, vocab_size=61: eot must be a token
 """))
@@ -3678,6 +3709,12 @@ def torchrun_to_its_end(*flags, **more):
     process = torchrun(*flags, **more)
     said, _ = process.communicate()
     assert process.returncode == 0, said
+
+
+def test_a_text_of_less_than_a_gpus_step_is_an_error(tiny, monkeypatch):
+    monkeypatch.setattr(sample, "pick_device", lambda name: "cuda")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Mock())
+    tiny("--batch_tokens=131072", expect="four epochs of them are less than a step of batch_tokens")
 
 
 def test_torchrun_gives_each_process_its_own_gpu(monkeypatch):

@@ -108,7 +108,7 @@ def flags_of(path):
         from experiments.run import main
         sys.exit(main(path, [*(file for file in files if file != path), *options]))
     return [f"--{key}={value}" for key, value in settings.items()
-            if type(value) in KINDS and key[0] != "_"]
+            if (isinstance(value, KINDS) or key in defaults) and key[0] != "_"]
 
 
 def automatic(value, cpu, cuda):
@@ -188,6 +188,8 @@ if resume:                                         # the run that stopped decide
     done = max_iters < ckpt["step"] or max_iters == ckpt["step"] and (out / "result.json").exists()
     need(not done, f"{out}/ckpt.pt is of step {ckpt['step']} and max_iters={max_iters}: give a "
          "larger --max_iters to go on")
+need(min_lr <= learning_rate, f"min_lr={min_lr:g}: must not be above learning_rate="
+     f"{learning_rate:g}, from which the schedule falls to it")
 
 # ---------------------------------------------------------------- data and model
 folder, meta = None, {"vocab_size": 50257}         # a dry run needs no text
@@ -259,6 +261,9 @@ if max_iters == -1:
     max_iters = 128
     if gpu and folder and not dry_run:
         max_iters = int(min(10 * flops / 6, 4 * train_data.n_tokens) // batch_tokens)
+        need(max_iters, f"{folder} has {train_data.n_tokens:,} training tokens, four epochs of "
+             f"them are less than a step of batch_tokens={batch_tokens:,}: give fewer, or "
+             "--max_iters=")
 warmup_iters = round(warmup * max_iters)
 if eval_interval == -1:
     eval_interval = max(1, max_iters // automatic(-1, 4, 20))

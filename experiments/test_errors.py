@@ -191,6 +191,8 @@ CASES = r"""
 -  --learning_rate=1e99  learning_rate=1e+99: must be from 0
 -  --weight_decay=-1  weight_decay=-1.0: must be from 0
 -  --min_lr=-1  min_lr=-1.0: must be from 0
+-  --min_lr=0.5  min_lr=0.5: must not be above learning_rate=0.02
+-  --model=hiermem --learning_rate=1e-5  min_lr=5e-05: must not be above learning_rate=1e-05
 -  --muon_lr=-1  muon_lr=-1.0: must be from 0
 -  --warmup=1.5  warmup=1.5: must be from 0 to 1
 -  --warmup=-1  warmup=-1.0: must be from 0 to 1
@@ -254,6 +256,9 @@ conf.py = b"max_itres = 2\n"  conf.py  did you mean --max_iters=?
 conf.py = b"max_iters = 2.5\n"  conf.py  --max_iters wants a whole number
 conf.py = b"min_lr = -4\n"  conf.py  min_lr=-4.0: must be from 0
 conf.py = b"depth = 'four'\n"  conf.py  --depth wants a whole number
+conf.py = b"from pathlib import Path; init_from = Path('no')"  conf.py  no checkpoint no
+conf.py = b"import numpy as np; min_lr = np.float64(-3)"  conf.py  min_lr=-3.0: must be from 0
+conf.py = b"schedule = ['wsd']"  conf.py  schedule=['wsd']: choose cosine or wsd
 conf.py = b"x = '\xff'\n"  conf.py  conf.py
 conf.py = b"\0"  conf.py  null bytes
 conf.py = b"import sys; sys.exit(0)\n"  conf.py  conf.py, line 1: SystemExit
@@ -320,6 +325,7 @@ run/.lock locked  --out_dir=run  run is in use by the process
 -  --preset=d12  preset=d12: the checkpoint has
 -  --skip_steps=5  skip_steps=5: the checkpoint has skip_steps=0
 -  --block_size=16  block_size=16: the checkpoint has block_size=32
+-  --learning_rate=0.01 --min_lr=0.015  min_lr=0.015: must not be above learning_rate=0.01
 -  --max_iters=1  is of step 2 and max_iters=1: give a larger
 -  --max_iters=2  is of step 2 and max_iters=2: give a larger
 -  --dataset=own  holds other text than the checkpoint
@@ -499,7 +505,7 @@ bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight 
 -  --vocab_size=4096  vocab_size=4096 is for tokenizer=bpe; bytes has
 -  --tokenizer=bpe --vocab_size=256  vocab_size=256: must be at least 257
 -  --tokenizer=bpe --vocab_size=-5  vocab_size=-5: must be at least 257
--  --val_fraction=1  too few different documents to hold out 1.0
+-  --val_fraction=1  'val': 200}; give more text, or prepare_fineweb.py another --val_fraction=
 -  --val_fraction=0  val_fraction=0.0
 -  --val_fraction=2  val_fraction=2.0
 -  --val_fraction=-3  val_fraction=-3.0
@@ -521,6 +527,7 @@ bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight 
 -  --text_field=body  a record must have a string 'body'
 -  --out=.  out=.: must name a folder of its own
 -  --out=/  out=/: must name a folder of its own
+-  --out=/proc  out=/proc: a disk is mounted there, name a folder on it
 -  --out=text.jsonl  text.jsonl
 -  --out=text.jsonl/data  text.jsonl
 -  --out=/proc/x  /proc/.x.lock
