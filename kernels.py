@@ -100,6 +100,12 @@ def operator(outputs):
     return register
 
 
+def only_once(name):
+    """For the backward pass of `name`: autograd would take what it has kept for constants."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():    # create_graph=True
+        raise RuntimeError(f"{name} has no second derivative")
+
+
 def check(name, t, shape, kind="float"):
     """shape: the sizes that t must have, or a letter where any size will do."""
     fits = t.dim() == len(shape)
@@ -607,9 +613,8 @@ def linear_cross_entropy_setup(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
 
 
-def linear_cross_entropy_backward(ctx, grad, *seconds):
-    if any(second is not None for second in seconds):    # for the gradients that it returned
-        raise RuntimeError("linear_cross_entropy has no second derivative")
+def linear_cross_entropy_backward(ctx, grad, *_):
+    only_once("linear_cross_entropy")
     grads = [None] * 7
     for n, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes)):
         if ctx.needs_input_grad[n] and grad is not None:
@@ -1544,12 +1549,6 @@ def average_sparse(grad):
 # There a step waits for memory. The first three have the gradients that torch gives them, from
 # fewer passes over the activations; on a GPU torch.compile fuses the plain expressions. "Of its
 # time" is of the plain expression's, forward and backward, on one thread of a Xeon.
-
-def only_once(name):
-    """For the backward pass of `name`: autograd would take what it has kept for constants."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():    # create_graph=True
-        raise RuntimeError(f"{name} has no second derivative")
-
 
 class RMSNorm(torch.autograd.Function):
     @staticmethod
