@@ -597,9 +597,12 @@ class TokenShards:
         self.masks = self._open_masks() if has_mask else None
         self.leaves = self._read_leaves(folder) if "clusters" in self.meta else None
         for path, tokens in zip(self.paths, self.shards):
-            largest = tokens.max(initial=0)
-            need(largest < self.meta["vocab_size"], f"{path} holds token {largest}, the vocabulary "
-                 f"is {self.meta['vocab_size']:,}: prepare the folder again")
+            self._check(tokens[:2**20], path)                  # the rest once it is read
+
+    def _check(self, tokens, path):
+        largest = tokens.max(initial=0)
+        need(largest < self.meta["vocab_size"], f"{path} holds token {largest}, the vocabulary is "
+             f"{self.meta['vocab_size']:,}: prepare the folder again")
 
     def _open_masks(self):
         """1 at every token that is to be predicted, a byte each, beside every shard."""
@@ -650,6 +653,7 @@ class TokenShards:
             start = int(window - self.first[shard]) * self.stride
             span = slice(start, start + self.block_size + 1)
             tokens[row] = self.shards[shard][span]
+            self._check(tokens[row], self.paths[shard])
             if self.masks:
                 wanted[row] = self.masks[shard][span]
         y = np.where(wanted, tokens, -1)[:, 1:]

@@ -405,31 +405,26 @@ def look(model, tok, text, word="", **context):
     return seen
 
 
-def colours(name, grids):
-    """(map, low, high) for imshow. Gates are 2 * sigmoid: 1, in white, changes nothing."""
-    if name == "gates":
-        return "RdBu_r", 0, 2
-    return "viridis", min(g.min().item() for g in grids), max(g.max().item() for g in grids)
-
-
-def draw(path, panels, axes, gate_v):
-    """panels: rows of (title, grid, colours) -> a PNG. gate_v: a line sets column 0 apart."""
+def draw(path, name, grids, axes, gate_v):
+    """grids: {title: (rows, columns)} -> a PNG, a panel for each, on one scale. gate_v: a line sets
+    column 0 apart."""
     from matplotlib.figure import Figure
-    high, wide = len(panels), len(panels[0])
-    fig = Figure(figsize=(1.5 + 2.5 * wide, 0.5 + 2.5 * high), layout="constrained")
-    plots = fig.subplots(high, wide, squeeze=False)
-    images = {}                 # colour map -> its first image and its plots: they share a scale
-    for plot, (title, grid, (cmap, low, top)) in zip(plots.flat, sum(panels, [])):
-        image = plot.imshow(grid.numpy(), cmap=cmap, vmin=low, vmax=top, aspect="auto")
-        images.setdefault(cmap, (image, []))[1].append(plot)
-        plot.set_title(title)
+    least = min(grid.min().item() for grid in grids.values())
+    most = max(grid.max().item() for grid in grids.values())
+    colours = dict(cmap="viridis", vmin=least, vmax=most)
+    if name == "gates":         # 2 * sigmoid: 1, in white, changes nothing
+        colours = dict(cmap="RdBu_r", vmin=0, vmax=2)
+    fig = Figure(figsize=(1.5 + 2.5 * len(grids), 3), layout="constrained")
+    plots = fig.subplots(1, len(grids), squeeze=False)[0]
+    for plot, (title, grid) in zip(plots, grids.items()):
+        image = plot.imshow(grid.numpy(), aspect="auto", **colours)
+        plot.set_title(f"{name}, {title}")
         plot.locator_params(nbins=8, integer=True, min_n_ticks=1)
         if gate_v:
             plot.axvline(0.5, color="black", linewidth=3)
     fig.supxlabel(f"{axes[1]}, 0: the gate on V itself" if gate_v else axes[1])
     fig.supylabel(axes[0])
-    for image, shown in images.values():
-        fig.colorbar(image, ax=shown)
+    fig.colorbar(image, ax=plots)
     fig.savefig(path, dpi=120)
     print(f"wrote {path}")
 
@@ -441,9 +436,7 @@ def inspect_prompt(model, tok, text, words, folder, context):
         grids = {"whole text": whole}
         if by_word:
             grids = {word or "last word": found[name][0] for word, found in seen.items()}
-        palette = colours(name, grids.values())
-        panels = [(f"{name}, {title}", grid, palette) for title, grid in grids.items()]
-        draw(folder / f"inspect_{name}.png", [panels], axes, gate_v)
+        draw(folder / f"inspect_{name}.png", name, grids, axes, gate_v)
 
 
 # ----------------------------------------------------------------------------- Hugging Face

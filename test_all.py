@@ -205,6 +205,16 @@ def test_shards_are_those_of_llm_c(extra, magic, kind, corpus, tmp_path):
     assert get_tokenizer(folder).decode(x[0]).startswith("Document ")
 
 
+def test_a_token_beyond_the_vocabulary_is_an_error_once_it_is_read(tmp_path):
+    """A shard's first million tokens are looked at when it is opened."""
+    for split in ("train", "val"):
+        save_shard(tmp_path / f"fineweb_{split}_000000.bin", [*[0] * 2**20, 50_257, *[0] * 15])
+    data = TokenShards(tmp_path, "train", 16)
+    data.batch([0, 2**16 - 2])
+    with pytest.raises(ConfigError, match="train_000000.bin holds token 50257, the vocabulary is"):
+        data.batch([2**16 - 1])
+
+
 def test_max_tokens_ends_with_the_document_that_reaches_it(corpus, tmp_path):
     """The number of processes changes nothing."""
     write_texts(corpus, [text + str(i) for i in range(6) for text in small_texts()])
@@ -3373,7 +3383,8 @@ def test_hiermem_inspect_draws_the_memory_that_the_prompt_asks_for(hier_runs, mo
 
     def drawn(*flags):
         grids = []
-        monkeypatch.setattr(sample, "draw", lambda file, panels, *_: grids.append(panels[0][0][1]))
+        monkeypatch.setattr(sample, "draw", lambda file, name, found, *_: grids.extend(
+            found.values()))
         said = run_sample("--inspect=True", "--prompt=violin chord melody", *flags, out_dir=run)[1]
         return grids[0], said
 
@@ -4260,10 +4271,10 @@ def test_what_is_of_the_whole_text_has_one_panel(trained, tmp_path, monkeypatch)
              "gates": (torch.ones(5, 3), ("token", "slot"))}
     monkeypatch.setattr(model, "inspect", lambda idx: found)
     drawn = {}
-    monkeypatch.setattr(sample, "draw", lambda path, panels, *rest: drawn.update(
-        {path.stem: [title for title, _, _ in panels[0]]}))
+    monkeypatch.setattr(sample, "draw", lambda path, name, grids, *rest: drawn.update(
+        {path.stem: [name, *grids]}))
     sample.inspect_prompt(model, tok, "a b", ["a", "b"], tmp_path, {})
-    assert drawn == {"inspect_use": ["use, whole text"], "inspect_gates": ["gates, a", "gates, b"]}
+    assert drawn == {"inspect_use": ["use", "whole text"], "inspect_gates": ["gates", "a", "b"]}
 
 
 def test_decode_time_measures_both_ways(trained, capsys):
