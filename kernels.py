@@ -535,7 +535,7 @@ def gather_rows_setup(ctx, inputs, output):
 def gather_rows_backward(ctx, grad):
     rows, = ctx.saved_tensors
     if ctx.sparse_grad:
-        d_table = coalesced(rows, grad.clone(), ctx.shape)    # other leaves may have grad, too
+        d_table = coalesced(rows, grad.clone(), ctx.shape)    # grad may be another's, too
     else:
         d_table = grad.new_zeros(ctx.shape).index_copy_(0, rows, grad)
     return d_table, None, None

@@ -1439,7 +1439,7 @@ def test_optimizers_refuse_options_of_torchs_that_they_do_not_have(kind, option)
         kind([torch.nn.Parameter(torch.ones(2, 3))], **{option: None})
 
 
-def test_a_group_of_a_kind_that_is_none_is_an_error():
+def test_a_group_of_an_unknown_kind_is_an_error():
     group = dict(params=[torch.nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.0)
     assert len(kernels.make_optimizers([dict(group, kind="adamw")], (0.9, 0.95))) == 1
     with pytest.raises(ValueError, match="kind must be one of adamw, muon.* got 'adam'"):
@@ -2981,6 +2981,20 @@ def test_midus_start_grows_a_base_once():
 def test_midus_start_changes_nothing_that_a_model_has(make_model, flags, message):
     with pytest.raises(ValueError, match=message):
         midus_start(make_model(), **typed("midus", flags))
+
+
+def test_midus_singular_vectors_whose_sum_is_0_are_kept(monkeypatch):
+    """As those of the core [[1, -1], [-1, 1]] may be."""
+    keys = model_midus.TuckerKeys(pf.SimpleNamespace(top_k=2, n_keys=4, n_head=1, head_dim=8))
+    keys.keys.data.normal_()
+    keys.core.data.copy_(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]))
+    vectors = torch.tensor([[[0.75, 0.75], [-0.75, 0.75]]])
+    monkeypatch.setattr(torch.linalg, "svd", lambda core: (vectors, None, vectors.mT))
+    search = Mock(wraps=kernels.tucker_topk)
+    monkeypatch.setattr(model_midus, "tucker_topk", search)
+    keys(torch.ones(3, 1, 8))
+    _, _, left, right, *_ = search.call_args.args
+    assert left.tolist() == right.tolist() == [[0.75, -0.75]]
 
 
 def test_midus_inspect_shows_each_heads_shares_of_its_slots():

@@ -10,8 +10,8 @@ with a bank, beside one that goes on without: these two have seen every mention 
 blocks take 1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be
 1 of 3. At scale cpu the first level of the tree is to part the facts from the prose, and the second
 has a leaf for each of their 16 domains. The rates are those that hiermem_rates.py found for a model
-of 7 layers; a bank from scratch learns at its anchor's rate, one seed at a third of it ("bank 1/3")
-and at three times ("bank x3").
+of 7 layers. A bank from scratch learns at its anchor's rate, for one seed also at a third of it and
+at three times.
 
 `python experiments/hiermem_longtail.py` then asks the models with a bank again, with the generic
 blocks and with none, which they were never trained for, reports how many prompts take their
