@@ -736,6 +736,7 @@ def main(argv):
     name = commands[0]
     analyse, *picture = ANALYSES[name]
     found = {}
+    c.device = sample.pick_device(c.device)
     for path in c.runs.split(","):
         model, tok, ckpt = sample.load_model(path, c.device)
         folder = find_dataset(c.dataset) if c.dataset else Path(ckpt["data"]["folder"])

@@ -68,7 +68,7 @@ def main(argv):
     need(not others, f"no file or command, not {others}")
     need(c.blocks >= 42, f"blocks={c.blocks}: must be 42 or more")
     need(min(c.rank, c.steps) > 0, f"rank={c.rank}, steps={c.steps}: must be 1 or more")
-    pick_device(c.device)
+    c.device = pick_device(c.device)
     keep_freed_memory()
     small = Racer(40, c.rank, c.device)
     large = Racer(c.blocks - 1, c.rank, c.device)

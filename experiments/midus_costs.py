@@ -152,13 +152,13 @@ def measure():
 
 def main(argv):
     c, others = options(argv, globals())
+    c.device = pick_device(c.device)
     globals().update(vars(c))
     need(not others, f"midus_costs.py takes no file, such as {others[:1]}")
     need(min(batch, steps, prompt) >= 1, "batch, steps and prompt must be 1 or more")
     need(prompt + NEW_TOKENS <= block_size, f"block_size must be prompt + {NEW_TOKENS} or more")
     need(depth % 4 == 0 < depth and n_embd % 64 == 0 < n_embd,
          "depth must be a multiple of 4, n_embd of 64")
-    pick_device(device)
     keep_freed_memory()
     found = measure()
     print(f"{'':17} parameters    trained   kept MB  held MB    "

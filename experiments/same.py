@@ -32,8 +32,8 @@ STARTS = {"midus": ["--upscale=midus", "--phase=cpt"], "hiermem": ["--memory=ffn
 
 def losses(tree, name, flags, folder):
     """Of twelve steps and the validations among them, by the code in a tree. The run goes into
-    folder/name; "@" in its flags is the folder."""
-    flags = [flag.replace("@", str(folder)) for flag in flags]
+    folder/name; "=@/" in its flags is that folder."""
+    flags = [flag.replace("=@/", f"={folder}/") for flag in flags]
     command = [sys.executable, "train.py", *STEPS, *flags, f"--out_dir={folder}/{name}"]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}              # two runs at once do not wait
     done = subprocess.run(command, cwd=tree, env=one_thread, capture_output=True, text=True)

@@ -155,6 +155,8 @@ def main(argv):
     own = [flag for flag in argv if flag.removeprefix("--").split("=")[0] in _defaults]
     options = {**_defaults, **configure(own, _defaults)[0]}
     need(options["rounds"] >= 1, f"rounds={options['rounds']}: must be at least 1")
+    folder = Path(options["json_file"]).parent
+    need(folder.is_dir(), f"json_file={options['json_file']}: there is no folder {folder}")
     flags = [flag for flag in argv if flag not in own]
     start = time.perf_counter()
     runs = {"model": trained(flags)}

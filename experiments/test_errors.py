@@ -771,6 +771,7 @@ a.jsonl = b'{"instruction": "?", "output": "x"}'  --source=a.jsonl --out=text.js
 -  --model=mova  model=mova: there is no
 -  --depht=4  did you mean --depth=?
 -  --profile=x  --profile wants True or False
+-  --json_file=nowhere/x.json  there is no folder nowhere
 # experiments/same.py
 -  --commit=HEAD --dataset=data  data has no tree, which hiermem fetches by
 # experiments/decode_time.py
