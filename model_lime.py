@@ -239,8 +239,9 @@ class Router(nn.Module):
         self.macs = 2 * config.head_dim * config.n_kv_head * columns
 
     def init_weights(self, name):
-        """A layer's own heads: the identity. The others: Kaiming uniform, so that those of n layers
-        add (n-1)/n of a head's variance (Appendix H, whose 3/((l+1)H) lacks the parentheses)."""
+        """A layer's own heads: the identity. The others: Kaiming uniform of variance 1/(n H_kv), so
+        that the n-1 earlier layers add (n-1)/n of a head's variance (Appendix H, whose 3/((l+1)H)
+        lacks the parentheses)."""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:

@@ -9,7 +9,7 @@ ordinary value. Reading the bank is an embedding lookup, so the memory grows (at
 12, 24, 48 slots a token) while the arithmetic hardly does: by the fraction H(M+1)/(12d+2T), eq. 5.
 
     V     = x W_V                                        (B, T, H_kv, d_h)       eq. 1
-    rows  = bank[w]                                      (B, T, M, H_kv, d_h)    eq. 2, w: token ids
+    rows  = bank[w]                                      (B, T, M, H_kv, d_h)    eq. 2: M_t = E[w_t]
     gate  = 2 * sigmoid(x W_G)                           (B, T, H_kv, M+1)       eq. 3, 1 at W_G = 0
     V_S   = gate[0] * V  +  sum_i gate[i] * rows[i]      (B, T, H_kv, d_h)       eq. 4
     Y     = softmax(Q K^T / sqrt(d_h)) V_S               V_S is what the cache holds

@@ -7,13 +7,14 @@ hidden units only. Its N = n^2 units are tiny experts: a pre-value row P_i, a va
 activation. They stand on an n x n grid whose rows and columns have keys; cell (a, b) scores by a
 small bilinear form of row a's and column b's scores: 4n dot products rank n^2 experts. No softmax,
 no activation: choosing is the nonlinearity. P = B*T tokens (P_i is a pre-value), R retrieval heads,
-r = 2 Tucker ranks, H = 2 Tucker cores C (H, R, r, r), m slots picked by each head, k = R*m. (The
-paper writes one core; H of them, each weighing a slice of V_i, are its published code's.)
+r = 2 Tucker ranks, H = 2 Tucker cores C (H, R, r, r), m slots picked by each head (top_k in the
+code), k = R*m. (The paper writes one core; H of them, each weighing a slice of V_i, are its
+published code's.)
 
     h     = RMSNorm(x)                          (P, d)      the FFN's input; the paper's x
     q     = RMSNorm(h W_q)                      (P, 2, r, D_k)   for rows and columns, one a rank
     S_row = q_row K_row,  S_col = q_col K_col   (P, R, r, n)     eq. 6; the keys RMS-normed, too
-    u, v  = first singular vectors of sum_H C   (R, r)      the cores taken as of rank 1
+    u, v  = first singular vectors of sum_H C   (R, r)      eqs. 16, 18: C taken as of rank 1
     rows, columns: Top-m_key of u^T S_row and of v^T S_col  stage 1, indices only
     s, i  = Top-m of S_row^T C S_col there      (P, k, H), (P, k)   stage 2, by sums over H; eq. 7
     i     = Shuffle(i)                          eq. 8, a fixed permutation
@@ -299,7 +300,9 @@ def own_generator(name, p):
 
 class Retrieval(nn.Module):
     """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8).
-    The h^2 heads of eq. 11 are `virtual` blocks of slots, with one C, as in the published code."""
+    The h^2 heads of eq. 11 are `virtual` blocks of slots, with one C, as in the published code. A
+    query for each rank is section 3.2's: that code makes them, but scores all ranks of a head's
+    rows with one of them and all ranks of its columns with another."""
 
     def __init__(self, config):
         super().__init__()
@@ -317,7 +320,7 @@ class Retrieval(nn.Module):
         self.register_buffer("perm", torch.empty(n * n, dtype=torch.int64))
 
     def forward(self, x):
-        """x (P, d) -> raw scores (P, k, H), slots (P, k), auxiliary loss."""
+        """x (P, d), the h at the top -> raw scores (P, k, H), slots (P, k), auxiliary loss."""
         c = self.config
         q = self.W_q(x).view(len(x), 2, -1, c.key_dim)
         q = self.q_norm(q).expand(-1, -1, RANK, -1)            # (P, 2, r, D_k)
@@ -389,7 +392,7 @@ class UltraMemV2(nn.Module):
         self.W_out = nn.Linear(config.projectors * config.value_dim, config.n_embd, bias=False)
 
     def forward(self, x, tables):
-        """x (B, T, d), the normed input of the FFN -> (B, T, d), auxiliary loss."""
+        """x (B, T, d), the normed input of the FFN (h at the top) -> (B, T, d), auxiliary loss."""
         c = self.config
         table = tables[self.table]
         tokens = x.flatten(0, 1)
@@ -751,7 +754,8 @@ class ProductKeys(nn.Module):
 
 
 class PKM(nn.Module):
-    """Product-key memory (Lample et al. 2019): heads summed, values as wide as x (eq. 5)."""
+    """Product-key memory (Lample et al. 2019): heads summed, values as wide as x (eq. 5). The
+    original stands in the FFN's place, and its queries pass a batch norm."""
 
     fixed = dict(PLAIN, init="published", pre_value_dim=0)
 
@@ -822,7 +826,8 @@ class MemoryPlus(PKM):
 
 class PEER(PKM):
     """PEER (He 2024): experts with one hidden unit and a GELU, found by product keys, weighted by a
-    softmax."""
+    softmax. In every block, beside the FFN, with keys for each head; the original stands in one
+    FFN's place, its heads share one set of keys, and its queries pass a batch norm."""
 
     fixed = dict(PLAIN, init="published")
 

@@ -2287,14 +2287,22 @@ def test_hyper_connections_start_as_the_plain_model_with_layer_norms():
 
 
 def test_a_hyper_connection_equals_its_equations():
+    """Of what stream i holds, the sub-layer gets alpha[i, 0] and the new stream j alpha[i, j+1]."""
     layer = make("lime", baseline="hyper").blocks[1].mlp_connection
     h = torch.randn(1, 2, 4, 32)                               # four streams
     z = F.layer_norm(h, [32], eps=1e-6)
-    alpha = layer.static_alpha + layer.alpha_scale * torch.tanh(z @ layer.alpha_fn)
-    beta = layer.static_beta[:, None] + layer.beta_scale * torch.tanh(z @ layer.beta_fn)
-    mixed = alpha.mT @ h                                       # the input, and the four streams
-    want = mixed[..., 1:, :] + beta * mixed[..., :1, :].flip(-1)
-    assert_close(layer(h, lambda x: x.flip(-1)), want, atol=1e-4, rtol=1e-4)
+    mixed = torch.zeros(5, 1, 2, 32)                           # the input, and the four streams
+    betas = []
+    for i in range(4):
+        alpha = torch.tanh(z[:, :, i] @ layer.alpha_fn)        # (1, 2, 5)
+        alpha = layer.static_alpha[i] + layer.alpha_scale * alpha
+        beta = torch.tanh(z[:, :, i] @ layer.beta_fn)          # (1, 2, 1)
+        betas.append(layer.static_beta[i] + layer.beta_scale * beta)
+        for j in range(5):
+            mixed[j] += alpha[:, :, j, None] * h[:, :, i]
+    said = mixed[0].flip(-1)
+    want = [stream + beta * said for stream, beta in zip(mixed[1:], betas)]
+    assert_close(layer(h, lambda x: x.flip(-1)), torch.stack(want, 2), atol=1e-4, rtol=1e-4)
 
 
 def test_denseformer_averages_the_embedding_and_all_outputs_after_every_block():
