@@ -608,7 +608,8 @@ class HyperConnection(nn.Module):
 
 class HyperBlock(Block):
     """A block between hyper-connections. The first block copies the embedding to all streams, the
-    last one sums them; the norms are layer norms without weights."""
+    last one sums them; the norms are layer norms without weights. Zhu et al. also scale the start
+    of W_O and of the MLP's last matrix by sqrt(n); here they start as in LLaMA."""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

@@ -2100,6 +2100,17 @@ def test_lime_routing_costs_what_table_13_says(preset, gmacs):
     assert added / 1e9 == approx(gmacs, rel=5e-4)
 
 
+@parametrize("baseline, gqa, mha", [("denseformer", 0.7, 0.6), ("hyper", 8.6, 8.5)])
+def test_lime_baselines_cost_what_table_13_says(baseline, gqa, mha):
+    """It counts four operations for a number in a layer norm: of a stream or a block's input."""
+    norms = 32 * (4 + 1) * 2048 * 4 * 2048 / 1e9 if baseline == "hyper" else 0
+    for preset, printed in (("1b_gqa", gqa), ("1b_mha", mha)):
+        model, llama = (on_meta("lime", preset, router="none", baseline=kind)
+                        for kind in (baseline, ""))
+        added = (model.flops_per_token() - llama.flops_per_token()) / 6 * 2048
+        assert added / 1e9 + norms == approx(printed, abs=0.1)
+
+
 def slow_mixture(kind, router, kv, h, buffer):
     """What head kv reads of the keys or values (T, G, d_h) of the layers so far, where the normed
     states are h (T, d): (T, d_h)."""
