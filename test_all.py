@@ -2567,6 +2567,12 @@ def test_ultramem_layers_share_tables_as_in_table_7(share, first):
     assert [block.memory.offset / 16 for block in model.blocks] == first
 
 
+def test_ultramem_stage_1_keeps_128_rows_at_most():
+    """Section 4.1, whose largest model picks 768 values."""
+    kept = {m: model_ultramem.Config(top_k=m, n_keys=300).m_key for m in (32, 128, 768)}
+    assert kept == {32: 32, 128: 128, 768: 128}
+
+
 def test_ultramem_shared_tables_have_so_many_row_keys():
     sides = {1: 964, 2: 1363, 4: 1928, 9: 2892, 16: 3856}      # the paper prints 2896 at g = 9
     shape = dict(n_layer=24, n_keys=964)
