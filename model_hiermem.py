@@ -26,8 +26,9 @@ s_l = 3 r_l d n_layer:
                                       +---------------------------- R(x; W) ---+
       tokens --> embed --> [ attention, FFN + fetched FFN memory ] x L --> head
 
-Every level also has a *generic* block, for any text: a training sequence takes it with probability
-1/(k_1 + 1), else the blocks of its path (section 4). Below the fold are the other kinds of memory.
+Every level also has a *generic* block, for any text, not counted in |W|: a training sequence takes
+those of all levels with probability 1/(k_1 + 1), else the blocks of its path (section 4). Below the
+fold are the other kinds of memory.
 The tree is made and walked by experiments/topics.py; experiments/bank.py trains a bank in jobs and
 takes blocks out of it. The anchor alone, and then with memories (Table 1, A1 and A2; with
 --frozen=True A3):

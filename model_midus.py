@@ -6,8 +6,9 @@ The idea: a trained transformer grows deeper by D new blocks, and only those are
 (continual pre-training, CPT). Others insert copies of whole blocks. MIDUS inserts *memory blocks*:
 attention as in the block that follows, but where the FFN would be, every attention head looks its
 own output up in a product-key memory of its own (head-wise memory layer, HML). The heads share one
-table of narrow latent values, and each head realises them with its own matrix W_h (HIVE). The table
-starts at zero: the deeper model is, to the last bit, the base it grew from.
+table V of narrow latent values (V with a bar in the paper), and each head realises them with its
+own matrix W_h (HIVE). V starts at zero: the deeper model is, to the last bit, the base it grew
+from.
 
     a'    = Attn'(LN(x)) = [a_1 | ... | a_H]  (B, T, H, d_h)  no output projection        eq. 3
     s     = a_h[row] K_h[row]^T, a_h[col] K_h[col]^T  (n) and (n)  q_h = a_h, in halves   eq. 13
@@ -290,7 +291,7 @@ class HeadKeys(nn.Module):
         s_row, s_col = s.flatten(1, 2)                                     # (P*H, n) each
         sigma, i, j = product_key_topk(s_row, s_col, self.top_k)           # (P*H, k)    eqs. 14, 15
         alpha = sigma.softmax(-1).to(q.dtype)                              #           after eq. 15
-        slots = i * self.n_keys + j
+        slots = i * self.n_keys + j                                        # pi(i, j), from 0
         return slots.view(P, H, -1), alpha.view(P, H, -1)
 
 
@@ -703,8 +704,9 @@ class TuckerKeys(nn.Module):
         # (left, right) and their negatives are both right: take the pair that points up.
         up = torch.where(left.sum(1, keepdim=True) < 0, -1.0, 1.0)
         left, right = up * left, up * right
+        m_key = min(self.top_k, s_row.size(-1))                            # of 2n rows
         sigma, slots = tucker_topk(
-            s_row, s_col, left, right, self.core[None], self.top_k, self.top_k)
+            s_row, s_col, left, right, self.core[None], m_key, self.top_k)
         return slots, sigma[..., 0].softmax(-1).to(q.dtype)
 
 

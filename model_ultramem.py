@@ -108,6 +108,8 @@ class Config:
             inside = all(0 <= a <= b < L for a, b in self.added_after.items())
             self.check(inside and len(adds) == layers, "memory_layers", "give different blocks "
                        f"from 0 to {L - 1} as 4,8,12, or reads:adds pairs as 2:5/6:9, or all")
+            self.check(self.value_dim > 0 and self.key_dim != 0, "n_embd key_dim value_dim",
+                       "n_embd is too small for this memory: give key_dim and value_dim")
             width = self.value_dim + self.pre_value_dim
             unused = 56 * 1.5 * d * d * L                      # 56 experts of 3 * d * d/2
             tables = 1 if self.memory == "memory+" else layers
@@ -331,7 +333,7 @@ class Retrieval(nn.Module):
         if c.balance_loss and self.training:
             aux = c.balance_loss * balance_loss(self, s_row, s_col)
         slots = self.perm[cells.flatten(1)]                    # eq. 8
-        return scores.flatten(1, 2), slots, aux
+        return scores.flatten(1, 2).to(x.dtype), slots, aux
 
 
 @torch.no_grad()
@@ -455,13 +457,14 @@ class UltraMemV2(nn.Module):
         c.check(c.init in ("published", "appendix"), "init", "choose published or appendix")
         c.check(c.value_dim % CORES == 0, "value_dim",
                 f"must be a multiple of {CORES}, a slice for each Tucker core")
-        c.check(c.top_k <= c.m_key ** 2, "top_k n_keys", "needs top_k <= n_keys^2")
         layers = len(c.added_after)
         if c.share:
             kind, _, g = c.share.partition(":")
-            known = kind in ("ring", "noring") or kind == "block" and layers % int(g) == 0
-            c.check(known and 1 <= int(g) <= layers, "share", "give ring:g, noring:g or block:g "
-                    f"for g of the {layers} memory layers (block: a divisor)")
+            fits = g.isdecimal() and 1 <= int(g) <= layers
+            fits = fits and (kind in ("ring", "noring") or kind == "block" and layers % int(g) == 0)
+            c.check(fits, "share", "give ring:g, noring:g or block:g for g of the "
+                    f"{layers} memory layers (block: a divisor)")
+        c.check(c.top_k <= c.m_key ** 2, "top_k n_keys", f"needs top_k <= {c.m_key ** 2}")
         square = math.isqrt(c.virtual) ** 2 == c.virtual
         c.check(square and c.projectors in (1, c.virtual), "virtual projectors",
                 "give a square, and 1 or as many")
@@ -749,7 +752,7 @@ class ProductKeys(nn.Module):
         s = torch.einsum("prsd,rsnd->sprn", q, self.keys)      # (2, P, R, n)        eq. 3
         s_row, s_col = s.flatten(1, 2)                         # (P*R, n) each
         scores, i, j = product_key_topk(s_row, s_col, c.top_k)         # (P*R, m)    eq. 4
-        weights = scores.softmax(-1).view(len(x), -1, 1)
+        weights = scores.softmax(-1).to(x.dtype).view(len(x), -1, 1)
         return weights, (i * c.n_keys + j).view(len(x), -1), 0
 
 

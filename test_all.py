@@ -1660,6 +1660,19 @@ def test_sparse_gradients_are_the_dense_ones_on_the_touched_rows(name, flags):
 
 
 @every_case
+def test_the_loss_in_bfloat16_is_about_that_in_float32(name, switches):
+    """Under autocast, and of a model that is cast as a whole. Now and then a Top-k picks others."""
+    model = make(name, **switches).train()
+    idx = some_tokens()
+    loss = model(idx, idx)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(model(idx, idx)[1], loss, atol=0, rtol=0.1)
+    half = model.bfloat16()(idx, idx)[1]
+    half.backward()
+    assert_close(half.float(), loss, atol=0, rtol=0.1)
+
+
+@every_case
 def test_loss_is_the_mean_over_targets(name, switches):
     model, idx = make(name, torch.float64, **switches).eval(), some_tokens(2, 13)
     x, y = idx[:, :-1], idx[:, 1:].clone()
@@ -2915,6 +2928,17 @@ def test_midus_decoding_reads_the_cached_values():
     assert torch.equal(block(a, midus_rotary(model, 12), cache), a)
 
 
+@parametrize("top_k", (8, 9, 16))
+def test_midus_ultramem_memory_picks_more_slots_than_it_has_rows(top_k):
+    """Of 64 slots by 8 rows and 8 columns."""
+    model = make("midus", memory="ultramem", n_keys=4, top_k=top_k)
+    block = model.inserted[0]
+    slots, weights = block.memory.retrieve(torch.randn(5, 2, 16))
+    assert slots.shape == weights.shape == (5, 2, top_k)
+    assert all(len(picked.unique()) == top_k for picked in slots.flatten(0, 1))
+    assert 0 <= slots.min() and slots.max() < 64
+
+
 @torch.no_grad()
 def midus_retrieval():
     """Three heads of an HML read for 14 tokens -> A (H, T, N), their retrieval weights, V_h = V W_h
@@ -3466,7 +3490,10 @@ ultramem    memory_layers=2:1       memory_layers='2:1': give different
 ultramem    memory_layers=x         'x'
 ultramem    memory_layers=0:2/1:2   memory_layers='0:2/1:2': give different
 ultramem    share=ring:5            share='ring:5'
+ultramem    share=ring:0            share='ring:0': give ring:g
+ultramem    share=ring:x            share='ring:x': give ring:g
 ultramem    share=block:2           a divisor
+ultramem    n_embd=4                value_dim=0: n_embd is too small for this memory
 ultramem    virtual=3               virtual=3, projectors=1: give a square, and 1 or as many
 ultramem    virtual=4 projectors=2  1 or as many
 ultramem    init=x                  init='x': choose published or appendix

@@ -225,7 +225,7 @@ CASES = r"""
 -  --model=ultramem --value_dim=-2  value_dim=-2: must be at least 1, or -1
 -  --model=ultramem --pre_value_dim=-2  pre_value_dim=-2: must be 0 or more
 -  --model=ultramem --n_layer=-1  n_layer=-1: must be at least 1
--  --model=ultramem --n_keys=3  needs top_k <= n_keys^2
+-  --model=ultramem --n_keys=3  needs top_k <= 9
 -  --model=ultramem --value_lr=-2  value_lr=-2.0: must not be negative
 -  --gate_v=7  gate_v=7
 -  --memory_scale=-1  memory_scale=-1.0
