@@ -23,7 +23,9 @@ Facts are invented and mixed into text: 16 domains with words of their own, in e
 that the text mentions 1, 3, 10, 30 and 100 times ("The vorgath at Selmuri show that the nirith
 called Tobarek is made of wool."). Evaluations give recall_N, the share of the things mentioned N
 times of which the model finds the right one among its domain's 8 materials likeliest, after a
-sentence form of the text; new_N, after a form that is not in it. Guessing gets 1/8.
+sentence form of the text; new_N, after a form that is not in it. Guessing gets 1/8. But what is
+mentioned often is a domain's commonest material: who knows no thing, only always says that one, has
+0.17 0.15 0.12 0.23 0.48 of the five buckets of 48 things.
 
 Domains splits text for going on with another domain: records {"text", "source"} whose source begins
 with the prefix (or one of several, by commas) are the new domain, in OUT, those of --unseen= a

@@ -1446,6 +1446,20 @@ def test_rare_facts_may_be_more_than_common_ones():
     assert even == tasks.invented_facts("16,16,16,16,16", random.Random(0))
 
 
+def test_who_knows_a_domain_alone_recalls_more_than_who_guesses():
+    """The docstring's numbers: of always the material that a domain's sentences most often name."""
+    things = tasks.invented_facts(tasks.per_bucket, random.Random(tasks.seed))
+    told = collections.Counter()
+    for thing in things:
+        told[thing["domain"], thing["value"]] += thing["mentions"]
+    right = collections.defaultdict(list)
+    for thing in things:
+        here = {value: n for (domain, value), n in told.items() if domain == thing["domain"]}
+        right[thing["mentions"]].append(max(here, key=here.get) == thing["value"])
+    shares = " ".join(f"{np.mean(right[m]):.2f}" for m in tasks.MENTIONS)
+    assert shares in re.sub(r"\s+", " ", tasks.__doc__)
+
+
 def test_the_long_tail_has_facts_enough():
     """Three paired seeds and chance alone: is a gain of 2.5 points in the rarest bucket seen?"""
     exp = runner.load_experiment(ROOT / "experiments/hiermem_longtail.py", "cpu")
