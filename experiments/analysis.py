@@ -38,7 +38,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
 from experiments.run import options
-from experiments.tasks import batched_loss, read_jsonl, read_pairs, recall
+from experiments.tasks import batched_loss, check_tree, read_jsonl, read_pairs, recall
 from model_hiermem import find_retriever
 from prepare_fineweb import ConfigError, TokenShards, find_dataset, guard, load_meta, need
 
@@ -545,16 +545,20 @@ def block_sizes(model, tok, folder, c):
 
 # ---------------------------------------------------------------- parts of a layer
 
-@torch.no_grad()
 def mean_loss(model, folder, c):
-    """Nats on the validation windows."""
-    return mean(model(x, y)[1].item() for x, y in windows(model, folder, c))
+    """Nats on the validation windows' targets, with the memories of each window's leaf."""
+    data = TokenShards(folder, "val", model.config.block_size)
+    check_tree(model, data)
+    rows = range(min(c.sequences, data.n_windows))
+    context = model.training_context(data.context(rows), 0, None)
+    return batched_loss(model, *data.batch(rows), **context)
 
 
 def part_losses(model, tok, folder, c):
     """{"loss": nats on the validation windows, "attn": over layers, by how much it rises if that
     layer's attention adds nothing (None: it has none), "mlp", "memory": likewise, "all memories":
-    if none adds anything}. A grown MIDUS's inserted layers come last."""
+    if none adds anything}. A grown MIDUS's inserted layers come last. Memories that are fetched
+    stay."""
     called = set()
 
     def silence(part, inputs, output):

@@ -819,6 +819,15 @@ def accuracy(model, data, tok, batch_size=256):
     return shares
 
 
+def check_tree(model, data):
+    """The leaves of TokenShards must be those that the model's memories belong to."""
+    own = getattr(model.config, "retriever", None)
+    if own is not None and model.config.memory != "none":
+        theirs = data.meta.get("retriever", own)
+        need(theirs == own, f"{data.paths[0].parent} has the tree {theirs}, the model was trained "
+             f"with {own or 'none'}: its memories mean nothing here")
+
+
 def print_accuracy(c):
     from sample import check_tokens, load_model
     model, tok, ckpt = load_model(c.out_dir, c.device)
@@ -828,6 +837,7 @@ def print_accuracy(c):
     need("task" in meta, f"{folder} is no task's data folder: `python experiments/tasks.py "
          "arithmetic` makes one, --dataset= names another")
     data = TokenShards(folder, "val", meta.get("block_size", model.config.block_size))
+    check_tree(model, data)
     print(f"{c.out_dir}, step {ckpt['step']}, {data.n_windows} samples of {folder}")
     for key, value in accuracy(model, data, tok).items():
         print(f"{key:14} {value:.4f}")

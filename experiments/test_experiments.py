@@ -31,9 +31,9 @@ from pytest import approx
 from torch.testing import assert_close
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_grown, midus_run,
-                      parametrize, prepare_bytes, rows, slow, some_tokens, text_folder, train,
-                      train_midus, write_jsonl)
+from test_all import (ROOT, TINY, clustered, hier_runs, log_of, make, midus_base, midus_grown,
+                      midus_run, parametrize, prepare_bytes, rows, slow, some_tokens, text_folder,
+                      train, train_midus, write_jsonl)
 
 import model_midus
 import model_move
@@ -1538,6 +1538,18 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
     assert [len(losses) for losses in found["memories"]] == [n] * n
 
 
+def test_memories_are_asked_for_facts_under_their_own_tree_alone(facts_folder, tmp_path):
+    train("--model=hiermem", "--depth=1", "--n_embd=32", "--n_head=2", "--ranks=4,2",
+          "--max_iters=1", "--batch_tokens=512", "--eval_tokens=512", "--sample_tokens=0",
+          dataset=facts_folder[0], out_dir=tmp_path / "run")
+    tasks.main(["accuracy", f"--out_dir={tmp_path / 'run'}"])
+    other = shutil.copytree(facts_folder[0], tmp_path / "other")
+    tasks.add_to_meta(other, retriever="0123456789abcdef")
+    for program, name in ((tasks, "accuracy --out_dir"), (analysis, "parts --runs")):
+        with pytest.raises(ConfigError, match="has the tree 0123456789abcdef, the model"):
+            program.main([*f"{name}={tmp_path / 'run'}".split(), f"--dataset={other}"])
+
+
 # ================================================================ instruct.py
 
 def test_instructions_become_prompts_and_answers(tmp_path):
@@ -1913,6 +1925,21 @@ def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, grown, text_
     rise = approx(silent - parts["loss"], abs=1e-6)
     assert parts["memory"] == [None, None, rise]
     assert parts["all memories"] == parts["memory"][2]
+
+
+def test_losses_of_parts_are_the_evaluations_own(hier_runs, clustered):
+    """Of all targets alike, though windows have unequal numbers of them, and with the memories of
+    each window's leaf."""
+    model, tok, _ = sample.load_model(hier_runs / "frozen", "cpu")
+    rows = range(8)
+    data = TokenShards(clustered, "val", 32)
+    x, y = data.batch(rows)
+    assert len(set((y >= 0).sum(1).tolist())) > 1
+    with torch.no_grad():
+        wanted = model(x, y, leaf=data.context(rows)["leaf"])[1].item()
+    c = SimpleNamespace(sequences=8, device="cpu")
+    found = analysis.part_losses(model, tok, clustered, c)
+    assert found["loss"] == approx(wanted, abs=1e-5)
 
 
 def test_a_memory_that_returns_a_loss_too_is_left_out(text_folder):
