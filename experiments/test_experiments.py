@@ -1583,6 +1583,9 @@ def test_instructions_become_prompts_and_answers(tmp_path):
     held_out = read_jsonl(tmp_path / "data_records/val.jsonl")
     assert [record["answer"] for record in held_out] == answers[9:12]
     assert records_of(array) == records and not (tmp_path / "data_records/val.jsonl").exists()
+    rows[4]["instruction"] = "Repeat \ud800."                  # JSON can spell it, UTF-8 cannot
+    array.write_text(json.dumps(rows))
+    assert records_of(array)[4]["prompt"] == "### Instruction:\nRepeat ?.\n\n### Response:\n"
 
 
 # ================================================================ analysis.py
