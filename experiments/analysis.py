@@ -38,7 +38,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
 from experiments.run import options
-from experiments.tasks import batched_loss, read_jsonl, read_pairs, recall
+from experiments.tasks import batched_loss, check_tree, read_jsonl, read_pairs, recall
 from model_hiermem import find_retriever
 from prepare_fineweb import ConfigError, TokenShards, find_dataset, guard, load_meta, need
 
@@ -291,7 +291,7 @@ def retrieval(model, tok, folder, c, prefix=32):
     """Losses (nats) of the validation tokens after the first 32 of each sequence, and where the
     folder has facts their recall, by what is fetched: the memories of the whole sequence's leaf
     (which has seen the targets), of the first 32 tokens' path, of that without its best node of a
-    level (Figure 6b), of another sequence's leaf, the generic ones, none."""
+    level (Figure 6b), of a leaf under another node of level 1, the generic ones, none."""
     tree = tree_of(model, folder)
     need(model.config.block_size > prefix, f"block_size={model.config.block_size}: `retrieval` "
          f"asks for what comes after {prefix} tokens")
@@ -326,8 +326,8 @@ def retrieval(model, tok, folder, c, prefix=32):
 @torch.no_grad()
 def prompt(model, tok, folder, c):
     """Losses (nats) of the second half of validation sequences, of those within one document:
-    without memories; and if there are some, with those that the first 8, 16, ... tokens ask for,
-    all of the first half in the end, and with those of the sequence's leaf, which was found from
+    without memories; and if there are some, with those that the first 8, 16, ... tokens ask for, as
+    long as the first half has them, and with those of the sequence's leaf, which was found from the
     512 tokens around it. "same leaf": the share that fetch these."""
     need(hasattr(model.config, "clusters"), "`prompt` is for --model=hiermem")
     data = TokenShards(folder, "val", model.config.block_size)
@@ -391,7 +391,7 @@ def blocking(model, tok, folder, c):
 
 @torch.no_grad()
 def rag(model, tok, folder, c, prefix=32):
-    """Losses (nats) of the first half of the validation sequences, from the 32nd token on, after a
+    """Losses (nats) of the first half of the validation sequences, from the 33rd token on, after a
     training text that takes the other half of the context (vanilla retrieval-augmented
     generation, Appendix H): nothing, the nearest to the first 32 tokens in their leaf, the nearest
     to the whole text in its leaf, any text. So the model must have been trained with twice the
@@ -545,16 +545,20 @@ def block_sizes(model, tok, folder, c):
 
 # ---------------------------------------------------------------- parts of a layer
 
-@torch.no_grad()
 def mean_loss(model, folder, c):
-    """Nats on the validation windows."""
-    return mean(model(x, y)[1].item() for x, y in windows(model, folder, c))
+    """Nats on the validation windows' targets, with the memories of each window's leaf."""
+    data = TokenShards(folder, "val", model.config.block_size)
+    check_tree(model, data)
+    rows = range(min(c.sequences, data.n_windows))
+    context = model.training_context(data.context(rows), 0, None)
+    return batched_loss(model, *data.batch(rows), **context)
 
 
 def part_losses(model, tok, folder, c):
     """{"loss": nats on the validation windows, "attn": over layers, by how much it rises if that
     layer's attention adds nothing (None: it has none), "mlp", "memory": likewise, "all memories":
-    if none adds anything}. A grown MIDUS's inserted layers come last."""
+    if none adds anything}. A grown MIDUS's inserted layers come last. Memories that are fetched
+    stay."""
     called = set()
 
     def silence(part, inputs, output):

@@ -53,6 +53,9 @@ def to_record(row, where):
     for value in (instruction, answer, given):
         need(isinstance(value, str), f"{where}: a record must have texts 'instruction' and "
              f"'output', and may have a text 'input'; this is {str(row)[:60]}")
+    # A lone surrogate, which JSON can spell, has no UTF-8.
+    texts = [text.encode(errors="replace").decode() for text in (instruction, answer, given)]
+    instruction, answer, given = texts
     between = f"### Input:\n{given}\n\n" if given else ""
     prompt = f"### Instruction:\n{instruction}\n\n{between}### Response:\n"
     return {"prompt": prompt, "answer": answer}

@@ -6,10 +6,11 @@ make it deeper.
 
 The first phase: what is frozen there is frozen here. A step is forward and backward pass, clipping
 and AdamW; steps in turn, medians, as are the prompt and the tokens after it (with cached values).
-"kept" is what autograd keeps for the backward pass of one step, each storage once and no weights;
-"held" adds weights, gradients and AdamW's moments. The blocks of opt_deus, avg_deus and lesa are
-the same, and so is their cost. Weights are random: no result depends on them but the rows of the
-memories that a step touches. Writes results/midus_costs-DEVICE.json.
+"kept" is what autograd keeps for the backward pass of one step, each storage once and no weights
+(but on a GPU their copies in bf16); "held" adds weights, gradients and AdamW's moments. The blocks
+of opt_deus, avg_deus and lesa are the same, and so is their cost. Weights are random: no result
+depends on them but the rows of the memories that a step touches. Writes
+results/midus_costs-DEVICE.json.
 """
 import statistics
 import sys

@@ -23,7 +23,9 @@ Facts are invented and mixed into text: 16 domains with words of their own, in e
 that the text mentions 1, 3, 10, 30 and 100 times ("The vorgath at Selmuri show that the nirith
 called Tobarek is made of wool."). Evaluations give recall_N, the share of the things mentioned N
 times of which the model finds the right one among its domain's 8 materials likeliest, after a
-sentence form of the text; new_N, after a form that is not in it. Guessing gets 1/8.
+sentence form of the text; new_N, after a form that is not in it. Guessing gets 1/8. But what is
+mentioned often is a domain's commonest material: who knows no thing, only always says that one, has
+0.17 0.15 0.12 0.23 0.48 of the five buckets of 48 things.
 
 Domains splits text for going on with another domain: records {"text", "source"} whose source begins
 with the prefix (or one of several, by commas) are the new domain, in OUT, those of --unseen= a
@@ -817,6 +819,15 @@ def accuracy(model, data, tok, batch_size=256):
     return shares
 
 
+def check_tree(model, data):
+    """The leaves of TokenShards must be those that the model's memories belong to."""
+    own = getattr(model.config, "retriever", None)
+    if own is not None and model.config.memory != "none":
+        theirs = data.meta.get("retriever", own)
+        need(theirs == own, f"{data.paths[0].parent} has the tree {theirs}, the model was trained "
+             f"with {own or 'none'}: its memories mean nothing here")
+
+
 def print_accuracy(c):
     from sample import check_tokens, load_model
     model, tok, ckpt = load_model(c.out_dir, c.device)
@@ -826,6 +837,7 @@ def print_accuracy(c):
     need("task" in meta, f"{folder} is no task's data folder: `python experiments/tasks.py "
          "arithmetic` makes one, --dataset= names another")
     data = TokenShards(folder, "val", meta.get("block_size", model.config.block_size))
+    check_tree(model, data)
     print(f"{c.out_dir}, step {ckpt['step']}, {data.n_windows} samples of {folder}")
     for key, value in accuracy(model, data, tok).items():
         print(f"{key:14} {value:.4f}")

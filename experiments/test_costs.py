@@ -131,3 +131,14 @@ def test_ultramem_growth_times_what_grows_with_the_slots(measure):
         changed[name] = list(map(torch.ne, parameters, before))
     assert all(part.any() for part in changed["scoring"])
     assert [part.any(1).sum() for part in changed["rows"]] == [touched, touched]
+
+
+def test_the_parts_of_a_step_read_the_slots_that_the_step_reads():
+    x = torch.randint(256, (2, 25))
+    race, touched = ultramem_growth.racers(64, x)
+    read = []
+    model = ultramem_growth.make_model(64, True)
+    model.blocks[0].memory.retrieve.register_forward_hook(
+        lambda module, inputs, found: read.append(found[1]))
+    model(x[:, :-1])
+    assert touched == len(read[0].unique())

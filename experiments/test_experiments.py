@@ -31,9 +31,9 @@ from pytest import approx
 from torch.testing import assert_close
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from test_all import (ROOT, TINY, clustered, log_of, make, midus_base, midus_grown, midus_run,
-                      parametrize, prepare_bytes, rows, slow, some_tokens, text_folder, train,
-                      train_midus, write_jsonl)
+from test_all import (ROOT, TINY, clustered, hier_runs, log_of, make, midus_base, midus_grown,
+                      midus_run, parametrize, prepare_bytes, rows, slow, some_tokens, text_folder,
+                      train, train_midus, write_jsonl)
 
 import model_midus
 import model_move
@@ -1446,6 +1446,20 @@ def test_rare_facts_may_be_more_than_common_ones():
     assert even == tasks.invented_facts("16,16,16,16,16", random.Random(0))
 
 
+def test_who_knows_a_domain_alone_recalls_more_than_who_guesses():
+    """The docstring's numbers: of always the material that a domain's sentences most often name."""
+    things = tasks.invented_facts(tasks.per_bucket, random.Random(tasks.seed))
+    told = collections.Counter()
+    for thing in things:
+        told[thing["domain"], thing["value"]] += thing["mentions"]
+    right = collections.defaultdict(list)
+    for thing in things:
+        here = {value: n for (domain, value), n in told.items() if domain == thing["domain"]}
+        right[thing["mentions"]].append(max(here, key=here.get) == thing["value"])
+    shares = " ".join(f"{np.mean(right[m]):.2f}" for m in tasks.MENTIONS)
+    assert shares in re.sub(r"\s+", " ", tasks.__doc__)
+
+
 def test_the_long_tail_has_facts_enough():
     """Three paired seeds and chance alone: is a gain of 2.5 points in the rarest bucket seen?"""
     exp = runner.load_experiment(ROOT / "experiments/hiermem_longtail.py", "cpu")
@@ -1524,6 +1538,18 @@ def test_models_train_on_facts_and_report_recall_and_retrieval(facts_folder, tmp
     assert [len(losses) for losses in found["memories"]] == [n] * n
 
 
+def test_memories_are_asked_for_facts_under_their_own_tree_alone(facts_folder, tmp_path):
+    train("--model=hiermem", "--depth=1", "--n_embd=32", "--n_head=2", "--ranks=4,2",
+          "--max_iters=1", "--batch_tokens=512", "--eval_tokens=512", "--sample_tokens=0",
+          dataset=facts_folder[0], out_dir=tmp_path / "run")
+    tasks.main(["accuracy", f"--out_dir={tmp_path / 'run'}"])
+    other = shutil.copytree(facts_folder[0], tmp_path / "other")
+    tasks.add_to_meta(other, retriever="0123456789abcdef")
+    for program, name in ((tasks, "accuracy --out_dir"), (analysis, "parts --runs")):
+        with pytest.raises(ConfigError, match="has the tree 0123456789abcdef, the model"):
+            program.main([*f"{name}={tmp_path / 'run'}".split(), f"--dataset={other}"])
+
+
 # ================================================================ instruct.py
 
 def test_instructions_become_prompts_and_answers(tmp_path):
@@ -1557,6 +1583,9 @@ def test_instructions_become_prompts_and_answers(tmp_path):
     held_out = read_jsonl(tmp_path / "data_records/val.jsonl")
     assert [record["answer"] for record in held_out] == answers[9:12]
     assert records_of(array) == records and not (tmp_path / "data_records/val.jsonl").exists()
+    rows[4]["instruction"] = "Repeat \ud800."                  # JSON can spell it, UTF-8 cannot
+    array.write_text(json.dumps(rows))
+    assert records_of(array)[4]["prompt"] == "### Instruction:\nRepeat ?.\n\n### Response:\n"
 
 
 # ================================================================ analysis.py
@@ -1899,6 +1928,21 @@ def test_parts_of_layers_are_weighed_by_leaving_them_out(grown_run, grown, text_
     rise = approx(silent - parts["loss"], abs=1e-6)
     assert parts["memory"] == [None, None, rise]
     assert parts["all memories"] == parts["memory"][2]
+
+
+def test_losses_of_parts_are_the_evaluations_own(hier_runs, clustered):
+    """Of all targets alike, though windows have unequal numbers of them, and with the memories of
+    each window's leaf."""
+    model, tok, _ = sample.load_model(hier_runs / "frozen", "cpu")
+    rows = range(8)
+    data = TokenShards(clustered, "val", 32)
+    x, y = data.batch(rows)
+    assert len(set((y >= 0).sum(1).tolist())) > 1
+    with torch.no_grad():
+        wanted = model(x, y, leaf=data.context(rows)["leaf"])[1].item()
+    c = SimpleNamespace(sequences=8, device="cpu")
+    found = analysis.part_losses(model, tok, clustered, c)
+    assert found["loss"] == approx(wanted, abs=1e-5)
 
 
 def test_a_memory_that_returns_a_loss_too_is_left_out(text_folder):

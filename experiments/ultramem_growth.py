@@ -128,7 +128,12 @@ def racers(n, x):
     slots x reads."""
     dense, sparse = make_model(n, False), make_model(n, True)
     memory = sparse.blocks[0].memory
-    h = torch.randn(x[:, 1:].numel(), n_embd, device=device, requires_grad=True)
+    seen = []
+    hook = memory.retrieve.register_forward_hook(lambda module, inputs, _: seen.extend(inputs))
+    with torch.no_grad(), lowered():
+        sparse(x[:, :-1])
+    hook.remove()
+    h = seen[0].requires_grad_()                               # (P, d), as a step has it
     with torch.no_grad(), lowered():
         scores, slots, _ = memory.retrieve(h)
         hidden = memory.W_pre(h)
