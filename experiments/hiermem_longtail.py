@@ -23,8 +23,8 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import run
-from experiments.tasks import MENTIONS, plot_recall, read_jsonl, recall
-from prepare_fineweb import guard, need
+from experiments.tasks import MENTIONS, commonest_recall, plot_recall, read_jsonl, recall
+from prepare_fineweb import guard, load_meta, need
 
 model = "hiermem"
 metric = "recall"
@@ -82,8 +82,9 @@ def ask_again(rows, scale):
     return found, folder
 
 
-def recall_table(found, asked):
-    """Markdown: recall by mentions, claims, and how many prompts take their domain's path."""
+def recall_table(found, asked, prior):
+    """Markdown: recall by mentions, and of who always says a domain's commonest material; claims;
+    how many prompts take their domain's path."""
     lines = run.heading(["recall by mentions", *map(str, MENTIONS), "all", "seeds"])
     for form, title in (("recall", "a form of the text"), ("new", "a new form")):
         for name, rows in found.items():
@@ -91,6 +92,8 @@ def recall_table(found, asked):
             every = [mean(seed) for seed in zip(*values)]
             cells = [run.text(column) for column in (*values, every)]
             lines.append(run.line([f"{name}, {title}", *cells, str(len(rows))]))
+    shares = [f"{share:.4f}" for share in (*prior.values(), mean(prior.values()))]
+    lines.append(run.line(["always a domain's commonest material", *shares, "-"]))
     lines += ["", *run.heading(run.CLAIM_HEAD)]
     for name in WITH_BANK:
         if f"{name}, generic" in found:
@@ -123,7 +126,9 @@ def main(scale):
     rows = run.results_of(__file__, scale)
     again, folder = ask_again(rows, scale)
     found = {name: by_seed for name, by_seed in rows.items() if by_seed} | again
-    table = recall_table(found, read_jsonl(folder / "facts.jsonl"))
+    task = load_meta(folder)["task"]
+    prior = commonest_recall(task["per_bucket"], task["seed"])
+    table = recall_table(found, read_jsonl(folder / "facts.jsonl"), prior)
     stem = run.ROOT / "experiments" / "results" / f"hiermem_longtail-{scale}"
     Path(f"{stem}-recall.md").write_text(table, encoding="utf-8")
     picture(found, f"{stem}-recall.png")

@@ -45,7 +45,7 @@ import math
 import random
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import takewhile
 from operator import gt
 from pathlib import Path
@@ -401,6 +401,20 @@ def invented_facts(per_bucket, rng):
                 value = rng.choice(own["options"])
                 things.append(dict(own, mentions=mentions, name=name, value=value))
     return things
+
+
+def commonest_recall(per_bucket, seed):
+    """{mentions: the share right of who knows no thing, only always says the material that its
+    domain's sentences name most often}"""
+    things = invented_facts(per_bucket, random.Random(seed))
+    told = [Counter() for _ in range(DOMAINS)]
+    for thing in things:
+        told[thing["domain"]][thing["value"]] += thing["mentions"]
+    right = {m: [] for m in MENTIONS}
+    for thing in things:
+        commonest, _ = told[thing["domain"]].most_common(1)[0]
+        right[thing["mentions"]].append(thing["value"] == commonest)
+    return {m: mean(found) for m, found in right.items()}
 
 
 def fact_documents(things, rng, sentences=8):

@@ -28,8 +28,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
-from experiments import run
-from experiments.tasks import MENTIONS, plot_recall
+from experiments import run, tasks
+from experiments.tasks import MENTIONS, commonest_recall, plot_recall
 from prepare_fineweb import guard, need
 
 model = "move"
@@ -247,7 +247,10 @@ def table(rows, measured):
             for m in MENTIONS:
                 recalled.append(run.text([row[f"recall_{m}"] for row in rows[name].values()]))
             lines.append(run.line([name, *recalled]))
-    lines += ["", "Guessing recalls 0.125."]
+    prior = commonest_recall(tasks.per_bucket, tasks.seed)
+    shares = [f"{share:.2f}" for share in prior.values()]
+    lines += ["", "Guessing recalls 0.125; always saying a domain's commonest material "
+                  f"{', '.join(shares)}."]
     return "\n".join(lines) + "\n"
 
 
