@@ -219,7 +219,7 @@ MUTANTS = [
      "torch.special.xlogy(share, share)", "test_ultramem_inspect"),
     ("model_ultramem.py", "std = (ratio / c.pre_value_dim) ** 0.25",
      "std = (ratio / c.pre_value_dim) ** 0.5", "test_ultramem_appendix_start"),
-    ("model_ultramem.py", "weights = scores.softmax(-1).view(len(x), -1, 1)",
+    ("model_ultramem.py", "weights = scores.softmax(-1).to(x.dtype).view(len(x), -1, 1)",
      "weights = scores.view(len(x), -1, 1).softmax(1)", "test_ultramem_predecessors"),
     ("model_ultramem.py", '        if not self.training:\n', '        if False:\n',
      "test_loss_is_the_mean and moe"),
