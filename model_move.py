@@ -57,6 +57,7 @@ class Config:
     memory_scale: float = 1.0     # M = ceil(scale L/2) slots; LaVE at 1: every other layer, 2: all
     gate_v: int = -1              # gate g_0 on V, 0 or 1; -1: the paper's, 1 for MoVE, 0 for LaVE
     attention: str = "mha"        # mha | mla
+    d_c: int = -1                 # width of mla's latent; -1: d/32 with the paper's heads
     memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
                                   # At first all gates are 1 and a token's M slots move alike. At
                                   # 1/M their sum moves as fast as one row: good for short runs.
@@ -78,6 +79,10 @@ class Config:
         self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head",
                    "n_head must be a multiple of n_kv_head")
         self.check(self.attention in ("mha", "mla"), "attention", "choose mha or mla")
+        if self.d_c == -1:
+            self.d_c = self.n_kv_head * max(1, self.head_dim // 32)
+        self.check(self.d_c > 0 and self.d_c % self.n_kv_head == 0, "d_c n_kv_head",
+                   "d_c must be a multiple of n_kv_head")
         self.check(self.memory in ("move", "lave", "none"), "memory", "choose move, lave or none")
         self.check(self.memory_scale > 0, "memory_scale", "must be positive")
         self.check(self.memory != "lave" or self.memory_scale in (1, 2), "memory_scale",
@@ -112,10 +117,8 @@ class Config:
 
     @property
     def d_kv(self):
-        """Width of such a vector: that of all values of a token, or of the latent c (d_c)."""
-        if self.attention == "mla":
-            return self.n_kv_head * max(1, self.head_dim // 32)
-        return self.n_kv_head * self.head_dim
+        """Width of such a vector: that of all values of a token, or of the latent c."""
+        return self.d_c if self.attention == "mla" else self.n_kv_head * self.head_dim
 
 
 # Tables 1 and 3; their rows: --dense=True, --memory_scale=1 ... 32, --memory=lave.
@@ -467,8 +470,8 @@ def lave_layers(config):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (section 4.4): keys and values are read from a narrow latent
     c = x W_DKV, and the memory is mixed into that latent, chunk by chunk (eq. 7). The cache holds
-    c_S alone, d_c numbers a token and layer (d/32 with the paper's heads). So keys, too, are read
-    from c_S; the paper does not print that. It absorbs W_UV into W_O, here values are made."""
+    c_S alone, d_c numbers a token and layer. So keys, too, are read from c_S; the paper does not
+    print that. It absorbs W_UV into W_O, here values are made."""
 
     def __init__(self, config, layer):
         super().__init__()

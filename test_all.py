@@ -1467,6 +1467,7 @@ move        attention=mla
 move        attention=mla memory=lave
 move        sparse_memory=True
 move        attention=mla memory=none n_kv_head=1
+move        attention=mla d_c=12
 lime
 lime        router=none
 lime        router=average
@@ -2050,7 +2051,7 @@ def assert_equal_with_gradients(model, logits, want, idx):
 
 @parametrize("switches", [
     "", "n_head=4 n_kv_head=2", "gate_v=0 memory_scale=2", "memory=lave", "attention=mla",
-    "attention=mla memory=lave gate_v=1"])
+    "attention=mla memory=lave gate_v=1", "attention=mla d_c=12"])
 def test_move_equals_its_equations_written_as_loops(switches):
     """The gradients, too: the bank's is a sum over all layers."""
     idx = some_tokens(1, 7)
@@ -3472,6 +3473,7 @@ def test_hiermem_a_start_keeps_the_anchor_and_refuses_another_models_checkpoint(
 @parametrize("name, flags, message", rows("""
 move        n_kv_head=3             n_head=2, n_kv_head=3
 move        attention=mqa           attention='mqa': choose mha or mla
+move        attention=mla d_c=3     d_c=3, n_kv_head=2: d_c must be a multiple of n_kv_head
 move        memory=lave memory_scale=4      memory_scale=4.0: choose 1 or 2 for memory=lave
 lime        n_embd=34               n_embd=34, n_head=2: n_embd must be a multiple of 2*n_head
 lime        n_kv_head=3             n_head=2, n_kv_head=3
