@@ -39,8 +39,7 @@ CLAIMS_TITLE = """# Claims and their verdicts
 lime_prosqa (accuracy) higher is better, and a positive difference is A's lead. The others are
 losses: lower is better, and a positive difference is B's lead. A linked table's first lines explain
 its variants; [the verdicts](../README.md#how-to-read-a-table). Tables at other settings have theirs
-in their own files: [lime_routers_high](lime_routers_high-cpu.md),
-[lime_routers_short_warmup](lime_routers_short_warmup-cpu.md),
+in their own files: [lime_routers_short_warmup](lime_routers_short_warmup-cpu.md),
 [which_memory_intel](which_memory_intel-cpu_16M.md).
 
 """
