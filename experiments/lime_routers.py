@@ -66,5 +66,7 @@ claims = [
     "first-6 > LIMe", "LLaMA > per-dim > LIMe", "random init > LIMe", "router decay > LIMe",
     "slow routers > LIMe", "LIMe published start > LIMe",
     "LLaMA published start > LLaMA", "LLaMA published start > LIMe published start",
+    "LLaMA > LIMe published start", "DenseFormer > LIMe published start",
+    "Hyper-Connections > LIMe published start",
     "LLaMA Muon > LIMe Muon",
 ]
