@@ -104,10 +104,13 @@ class Config:
         else:
             self.fill(**memory.defaults(self))
             self.fill(heads=1, rank_queries=1, virtual=1, projectors=1)
+            how = (f"give different blocks from 0 to {L - 1} as 4,8,12, or reads:adds pairs as "
+                   "2:5/6:9, or all")
+            pairs = re.fullmatch(r"all|\d+(:\d+)?([,/]\d+(:\d+)?)*", self.memory_layers)
+            self.check(pairs, "memory_layers", how)
             layers, adds = len(self.added_after), set(self.added_after.values())
             inside = all(0 <= a <= b < L for a, b in self.added_after.items())
-            self.check(inside and len(adds) == layers, "memory_layers", "give different blocks "
-                       f"from 0 to {L - 1} as 4,8,12, or reads:adds pairs as 2:5/6:9, or all")
+            self.check(inside and len(adds) == layers, "memory_layers", how)
             self.check(self.value_dim > 0 and self.key_dim != 0, "n_embd key_dim value_dim",
                        "n_embd is too small for this memory: give key_dim and value_dim")
             width = self.value_dim + self.pre_value_dim

@@ -3490,7 +3490,8 @@ ultramem    memory=mem              memory='mem': choose one of none, ultramemv2
 ultramem    n_head=5                n_embd=32, n_head=5
 ultramem    memory_layers=0,3       memory_layers='0,3': give different blocks from 0 to 2
 ultramem    memory_layers=2:1       memory_layers='2:1': give different
-ultramem    memory_layers=x         'x'
+ultramem    memory_layers=0:1:2     memory_layers='0:1:2': give different
+ultramem    memory_layers=x         memory_layers='x': give different
 ultramem    memory_layers=0:2/1:2   memory_layers='0:2/1:2': give different
 ultramem    share=ring:5            share='ring:5'
 ultramem    share=ring:0            share='ring:0': give ring:g
