@@ -61,7 +61,7 @@ variants = {
 }
 claims = [
     "LLaMA > LIMe", "average > LIMe", "no-head-mix > LLaMA",
-    "LLaMA > DenseFormer > Hyper-Connections > LIMe",
+    "LLaMA > DenseFormer > Hyper-Connections > LIMe", "DenseFormer > LIMe",
     "LLaMA > last-2 > last-4 > first-2 > LIMe", "last-4 > last-6 > first-2", "first-4 > LIMe",
     "first-6 > LIMe", "LLaMA > per-dim > LIMe", "random init > LIMe", "router decay > LIMe",
     "slow routers > LIMe", "LIMe published start > LIMe",

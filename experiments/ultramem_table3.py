@@ -52,6 +52,7 @@ variants = {
     "UltraMemV2 few slots 4x": (dict(boost, **few), None, 1),
     "UltraMemV2 appendix": (dict(init="appendix", **sizes), None, 1),
     "MoE-8": (dict(memory="moe", cpu=dict(learning_rate=32e-4)), 2.845),
+    "MoE-8 at 0.0064": (dict(memory="moe", learning_rate=64e-4, gpu=None), None, 1),
     "MoE-8 as FFN": (dict(memory="moe", init="ffn", cpu=dict(learning_rate=8e-4)), None),
     "MoE-8 as FFN at 0.0016": (dict(memory="moe", init="ffn", gpu=None), None),
     "UltraMem": (ultramem, None, 1),
@@ -65,9 +66,10 @@ variants = {
 }
 claims = [
     "Memory+ > UltraMem values 4x > UltraMemV2 values 4x > MoE-8", "dense > UltraMemV2",
-    "dense > MoE-8", "PKM > UltraMemV2", "PEER > UltraMemV2", "UltraMem > UltraMem values 4x",
-    "UltraMemV2 > UltraMemV2 values 4x", "dense > UltraMem values 4x",
-    "dense > UltraMemV2 values 4x", "UltraMemV2 appendix > UltraMemV2",
+    "dense > MoE-8", "PKM > UltraMemV2", "PEER > UltraMemV2", "Memory+ > UltraMemV2",
+    "UltraMem > UltraMem values 4x", "UltraMemV2 > UltraMemV2 values 4x",
+    "dense > UltraMem values 4x", "dense > UltraMemV2 values 4x",
+    "UltraMemV2 appendix > UltraMemV2",
     "UltraMemV2 > UltraMemV2 few slots", "UltraMemV2 few slots > UltraMemV2 few slots 4x",
     "MoE-8 > MoE-8 as FFN", "MoE-8 as FFN > UltraMemV2", "MoE-8 as FFN > UltraMemV2 values 4x",
 ]
