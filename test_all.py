@@ -1662,7 +1662,7 @@ def test_sparse_gradients_are_the_dense_ones_on_the_touched_rows(name, flags):
 
 @every_case
 def test_the_loss_in_bfloat16_is_about_that_in_float32(name, switches):
-    """Under autocast, and of a model that is cast as a whole. UltraMemV2's Top-k may pick others."""
+    """Under autocast, and of a model cast as a whole. UltraMemV2's Top-k may pick others."""
     rtol = 0.1 if name == "ultramem" else 0.04
     model = make(name, **switches).train()
     idx = some_tokens()

@@ -54,6 +54,7 @@ class Options:
     dataset: str = ""           # data folder; "": what the experiment's `prepare` makes
     jobs: int = 1               # runs at once; of more than one each gets its share of the cores
                                 # and no torch.compile
+    graph: bool = False         # on a GPU: a step as one CUDA graph (cuda_graph.py)
     table_only: bool = False    # run nothing, make table and picture from the results there are
 
 
@@ -425,8 +426,9 @@ def start(run, opt):
             cores = len(os.sched_getaffinity(0))
         env["OMP_NUM_THREADS"] = str(max(1, cores // opt.jobs))
         flags.append("--compile=0")
-    print("$ python train.py", shlex.join(flags), flush=True)
-    command = [sys.executable, "train.py", *flags]
+    program = "experiments/cuda_graph.py" if opt.graph else "train.py"
+    print("$ python", program, shlex.join(flags), flush=True)
+    command = [sys.executable, program, *flags]
     linux = sys.platform == "linux"
     with open(folder / "train.log", "a") as log:
         # In a session of its own, on Ctrl-C the trainer gets one signal, run_all()'s.

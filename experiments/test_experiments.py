@@ -663,6 +663,14 @@ FAILING = '''
 '''
 
 
+def test_graph_runs_another_program(lab):
+    (lab / "experiments" / "cuda_graph.py").write_text(STAND_IN)
+    (lab / "train.py").write_text("1 / 0")
+    path = experiment(lab, FAILING)
+    assert runner.main(path, ["--graph=True", "--only=tuned", "--seeds=1"]) == 0
+    assert sorted(runs_of(lab)) == ["standard/s0", "tuned/s0"]
+
+
 @parametrize("jobs", [1, 2])
 def test_a_failing_run_does_not_stop_the_others(jobs, lab, capsys):
     path = experiment(lab, FAILING)
