@@ -58,6 +58,7 @@ class Config:
     gate_v: int = -1              # gate g_0 on V, 0 or 1; -1: the paper's, 1 for MoVE, 0 for LaVE
     attention: str = "mha"        # mha | mla
     d_c: int = -1                 # width of mla's latent; -1: d/32 with the paper's heads
+    plain_keys: bool = False      # mla: keys are read from c as it was, without the memory
     memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
                                   # At first all gates are 1 and a token's M slots move alike. At
                                   # 1/M their sum moves as fast as one row: good for short runs.
@@ -470,8 +471,9 @@ def lave_layers(config):
 class LatentAttention(nn.Module):
     """Multi-head latent attention (section 4.4): keys and values are read from a narrow latent
     c = x W_DKV, and the memory is mixed into that latent, chunk by chunk (eq. 7). The cache holds
-    c_S alone, d_c numbers a token and layer. So keys, too, are read from c_S; the paper does not
-    print that. It absorbs W_UV into W_O, here values are made."""
+    c_S alone, d_c numbers a token and layer. So keys, too, are read from c_S; the paper, which
+    does not print them, has it for "the final projection" (plain_keys: for values alone, and the
+    cache holds c, too). It absorbs W_UV into W_O, here values are made."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -489,14 +491,17 @@ class LatentAttention(nn.Module):
     def forward(self, x, rotary, reading, cache=None):
         heads = (self.config.n_head, self.config.head_dim)
         q = rms_norm(rotate(self.W_Q(x).unflatten(-1, heads), rotary))           # (B, T, H, d_h)
-        c = self.W_DKV(x)                                                        # (B, T, d_c)
+        c = c_S = self.W_DKV(x)                                                  # (B, T, d_c)
         if self.memory is not None:
             chunks = c.unflatten(-1, (self.config.n_kv_head, -1))
-            c = self.memory(x, chunks, reading).flatten(2)                       # c_S       eq. 7
+            c_S = self.memory(x, chunks, reading).flatten(2)                     # eq. 7
+        if not self.config.plain_keys:
+            c = c_S
         if cache is not None:
-            c = cache.append((self.layer, "c"), c)                               # (B, S, d_c)
+            c_S = cache.append((self.layer, "c_S"), c_S)                         # (B, S, d_c)
+            c = cache.append((self.layer, "c"), c) if self.config.plain_keys else c_S
             theta = rotary_frequencies(self.config, x.device)
             rotary = rotary_tables(theta, 0, c.size(1))        # keys, values: made again
         k = rms_norm(rotate(self.W_UK(c).unflatten(-1, heads), rotary))          # (B, S, H, d_h)
-        v = self.W_UV(c).unflatten(-1, heads)
+        v = self.W_UV(c_S).unflatten(-1, heads)
         return self.W_O(attend(q, k, v))

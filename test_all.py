@@ -1467,7 +1467,7 @@ move        attention=mla
 move        attention=mla memory=lave
 move        sparse_memory=True
 move        attention=mla memory=none n_kv_head=1
-move        attention=mla d_c=12
+move        attention=mla d_c=12 plain_keys=True
 lime
 lime        router=none
 lime        router=average
@@ -2011,7 +2011,7 @@ def slow_move(model, tokens):
         W = weights_of(block)
         x = model.resid_lambda[l] * x + model.x0_lambda[l] * x0
         h = plain_norm(x)
-        V = h @ W.get("attn.W_V", W.get("attn.W_DKV")).T                           # eq. 1
+        V = plain = h @ W.get("attn.W_V", W.get("attn.W_DKV")).T                   # eq. 1
         if block.attn.memory is not None:
             bank = model.bank or block.attn.memory.bank                            # eq. 2 or 6
             gates = 2 * torch.sigmoid(h @ W["attn.memory.W_G"].T)                  # eq. 3
@@ -2024,7 +2024,8 @@ def slow_move(model, tokens):
                 V = V + gates[:, :, c.gate_v + slot] * rows
             V = V.flatten(1)
         if c.attention == "mla":
-            K, V = V @ W["attn.W_UK"].T, V @ W["attn.W_UV"].T                      # eq. 7
+            K = (plain if c.plain_keys else V) @ W["attn.W_UK"].T
+            V = V @ W["attn.W_UV"].T                                               # eq. 7
         else:
             K = h @ W["attn.W_K"].T
         K, V = (t.view(T, -1, c.head_dim) for t in (K, V))
@@ -2051,7 +2052,7 @@ def assert_equal_with_gradients(model, logits, want, idx):
 
 @parametrize("switches", [
     "", "n_head=4 n_kv_head=2", "gate_v=0 memory_scale=2", "memory=lave", "attention=mla",
-    "attention=mla memory=lave gate_v=1", "attention=mla d_c=12"])
+    "attention=mla memory=lave gate_v=1", "attention=mla d_c=12", "attention=mla plain_keys=True"])
 def test_move_equals_its_equations_written_as_loops(switches):
     """The gradients, too: the bank's is a sum over all layers."""
     idx = some_tokens(1, 7)
