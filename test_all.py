@@ -2052,7 +2052,8 @@ def assert_equal_with_gradients(model, logits, want, idx):
 
 @parametrize("switches", [
     "", "n_head=4 n_kv_head=2", "gate_v=0 memory_scale=2", "memory=lave", "attention=mla",
-    "attention=mla memory=lave gate_v=1", "attention=mla d_c=12", "attention=mla plain_keys=True"])
+    "attention=mla memory=lave gate_v=1", "attention=mla d_c=12",
+    "attention=mla plain_keys=True"])
 def test_move_equals_its_equations_written_as_loops(switches):
     """The gradients, too: the bank's is a sum over all layers."""
     idx = some_tokens(1, 7)
