@@ -473,7 +473,8 @@ def has_result(run, code, metric):
         print(f"  {run.name}, seed {run.seed}: {metric} {value:.4f}", flush=True)
         return True
     log = (ROOT / run.folder / "train.log").read_text(errors="replace").splitlines()
-    print(f"  {run.name}, seed {run.seed}: failed, code {code}, no {metric}. "
+    left = f"no {metric}" if value is None else "after its result, which counts"
+    print(f"  {run.name}, seed {run.seed}: failed, code {code}, {left}. "
           f"{run.folder}/train.log ends:", *log[-15:], sep="\n    ", flush=True)
     return False
 

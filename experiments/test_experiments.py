@@ -687,6 +687,16 @@ def test_a_failing_run_does_not_stop_the_others(jobs, lab, capsys):
     assert report["tuned"][2] == "3.0000"
 
 
+def test_a_run_that_fails_after_its_result_has_one(lab, capsys):
+    """Its sample fails, say, or its picture."""
+    path = experiment(lab, 'variants = {"standard": (dict(score="3:3"), None)}')
+    (lab / "train.py").write_text(STAND_IN + "sys.exit('no room for the picture')")
+    assert runner.main(path, ["--seeds=1"]) == 1
+    said = capsys.readouterr().out
+    assert "seed 0: failed, code 1, after its result, which counts." in said
+    assert "no room for the picture" in said and report_of(lab)["standard †"][2] == "3.0000"
+
+
 @parametrize("differences, verdict", rows("""
 .01 .02 .03           holds
 -.03 -.01 -.02        reversed
