@@ -603,6 +603,8 @@ def make_way(file, data_id):
         file.rename(aside(other))
         print(f"{file.name} has rows of another text: they are in {aside(other).name} now")
     if aside(data_id).exists():
+        need(others or not rows, f"{file} has rows of other data alone, and {aside(data_id)} would "
+             "come in its place: move one away")
         aside(data_id).rename(file)
 
 

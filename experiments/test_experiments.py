@@ -381,6 +381,28 @@ def test_rows_of_another_text_make_way_and_come_back(finished, lab, capsys):
         runner.main(finished, [])
 
 
+def test_rows_of_other_data_alone_are_not_written_over(finished, lab):
+    """A base on "@_old", run by itself, says nothing of the text beside it."""
+    path = experiment(lab, """
+        baseline = {}
+        variants = {
+            "base": (dict(score="1", dataset="@_old"), None, 1),
+            "standard": (dict(score="2"), None, 1),
+        }
+    """)
+    (lab / f"{RESULTS}.jsonl").unlink()
+    meta, file = lab / "data/new/meta.json", lab / f"{RESULTS}.jsonl"
+    for data_id, only in (("id-new", ""), ("id-b", "base")):
+        shutil.rmtree(lab / "out/toy_table-cpu")
+        meta.write_text(json.dumps({"data_id": data_id}))
+        assert runner.main(path, ["--dataset=data/new", f"--only={only}"]) == 0
+    before = file.read_text()
+    meta.write_text('{"data_id": "id-new"}')
+    with pytest.raises(ConfigError, match="would come in its place: move one away"):
+        runner.main(path, ["--dataset=data/new"])
+    assert file.read_text() == before and len(before.splitlines()) == 1
+
+
 def test_a_run_begun_with_other_code_is_not_continued(lab):
     path = experiment(lab, 'variants = {"standard": (dict(fail="yes"), None)}')
     for text in ("width = 1\n", "# no code\nwidth = 1\n"):
