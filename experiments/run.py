@@ -77,7 +77,7 @@ class Run:
     def result(self):
         file = ROOT / self.folder / "result.json"
         with reading(file):
-            return json.loads(file.read_text()) if file.exists() else {}
+            return parse(file.read_text()) if file.exists() else {}
 
 
 # ---------------------------------------------------------------- for every program here
@@ -564,13 +564,18 @@ def run_all(runs, opt, metric, finished, known):
 
 # ---------------------------------------------------------------- the results
 
+def parse(text):
+    """JSON; what is NaN or infinite there is None, as if it were missing."""
+    return json.loads(text, parse_constant=lambda name: None)
+
+
 def read_rows(file):
     """{(variant, seed): row} of a results file."""
     rows = {}
     if file.exists():
         for line in file.read_text(encoding="utf-8").splitlines():
             with reading(file):
-                row = json.loads(line)
+                row = parse(line)
                 rows[row["variant"], row["seed"]] = row
                 need({"overrides", "data_id"} <= row.keys(), f"{file} has a row without data_id")
     return rows

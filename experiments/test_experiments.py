@@ -719,6 +719,20 @@ def test_a_run_that_fails_after_its_result_has_one(lab, capsys):
     assert "no room for the picture" in said and report_of(lab)["standard †"][2] == "3.0000"
 
 
+def test_a_metric_that_is_not_a_number_is_missing(lab, capsys):
+    path = experiment(lab, """
+        claims = ["standard > broken"]
+        variants = {"standard": (dict(score="1:1"), None), "broken": (dict(score="nan:inf"), None)}
+    """)
+    assert runner.main(path, []) == 1
+    said = capsys.readouterr().out
+    assert said.count("failed, code 0, no val_bpb") == 2
+    assert runner.main(path, []) == 1
+    assert "broken/s1 has no val_bpb; remove the folder" in capsys.readouterr().out
+    assert report_of(lab)["standard > broken"][-1] == "not run"
+    assert report_of(lab)["standard"][-1] == "2"
+
+
 @parametrize("differences, verdict", rows("""
 .01 .02 .03           holds
 -.03 -.01 -.02        reversed
