@@ -576,7 +576,10 @@ def read_rows(file):
         for line in file.read_text(encoding="utf-8").splitlines():
             with reading(file):
                 row = parse(line)
-                rows[row["variant"], row["seed"]] = row
+                name, seed = row["variant"], row["seed"]
+                need((name, seed) not in rows, f"{file} has two rows of {name}, seed {seed}: "
+                     "remove one")
+                rows[name, seed] = row
                 need({"overrides", "data_id"} <= row.keys(), f"{file} has a row without data_id")
     return rows
 

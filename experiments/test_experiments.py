@@ -551,6 +551,19 @@ def test_a_damaged_file_is_named(lab):
         runner.main(path, ["--seeds=1"])
 
 
+def test_of_two_rows_of_one_run_none_is_dropped(lab):
+    """Two machines' files put together, say: the last one may be of older settings."""
+    path = experiment(lab, STARTED)
+    assert runner.main(path, ["--seeds=1"]) == 0
+    file = lab / f"{RESULTS}.jsonl"
+    first = file.read_text().splitlines()[0]
+    both = file.read_text() + first.replace('"steps": 7', '"steps": 5') + "\n"
+    file.write_text(both)
+    with pytest.raises(ConfigError, match="jsonl has two rows of standard, seed 0: remove one"):
+        runner.main(path, ["--table_only=True"])
+    assert file.read_text() == both
+
+
 def test_a_data_folder_is_looked_at_before_the_first_run(lab):
     """One line of what is wrong with it, not one a run."""
     path = experiment(lab, STARTED)
