@@ -117,6 +117,14 @@ def save_costs(name, model, device, **figures):
     file.write_text(text + "\n", encoding="utf-8")
 
 
+def add_line(file, row):
+    """A row more, on a line of its own: an editor may have left the last one without an end."""
+    text = Path(file).read_text(encoding="utf-8") if Path(file).is_file() else ""
+    end = "" if text.endswith("\n") or not text else "\n"
+    with open(file, "a", encoding="utf-8") as lines:
+        lines.write(f"{end}{json.dumps(row)}\n")
+
+
 # ---------------------------------------------------------------- where a result comes from
 
 def source_hash(model, folder=""):

@@ -95,8 +95,7 @@ def compare(model, tree, data):
                 print(f"{model}: {' '.join(flags)} has other losses: {before}, {after}")
                 return False
     row = dict(model=model, old=old, new=new, commit=run.commit(), losses=len(after))
-    with open(run.ROOT / "experiments/results/same.jsonl", "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    run.add_line(run.ROOT / "experiments/results/same.jsonl", row)
     print(f"{model}: {old} and {new} train alike")
     return True
 

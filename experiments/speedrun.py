@@ -273,8 +273,7 @@ def main(argv):
         if not record:
             return
         rows.append(row)
-        with open(file, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row) + "\n")
+        runner.add_line(file, row)
     file.with_suffix(".md").write_text(board(rows), encoding="utf-8")
     print(f"wrote {file.with_suffix('.md')}")
 

@@ -15,7 +15,6 @@ the figures to a file.
 """
 import contextlib
 import io
-import json
 import runpy
 import signal
 import sys
@@ -27,7 +26,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from experiments.run import machine
+from experiments.run import add_line, machine
 from prepare_fineweb import configure, guard, help_text, need
 
 import torch
@@ -184,8 +183,7 @@ def main(argv):
                   "dtype": run["dtype"], "device": run["device"],
                   "machine": machine(run["device"]), "torch": torch.__version__,
                   "threads": torch.get_num_threads(), "rounds": options["rounds"]}
-        with open(options["json_file"], "a") as file:
-            file.write(json.dumps(result) + "\n")
+        add_line(options["json_file"], result)
     if options["profile"]:
         print_profile(run)
 

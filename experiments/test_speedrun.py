@@ -113,6 +113,15 @@ def test_a_note_stays_in_its_cell(track):
     assert board_rows(track)[0][-1] == r"a \| b c"
 
 
+def test_a_row_has_a_line_of_its_own(track):
+    """After one that an editor has left without its end."""
+    speedrun.main(BELOW)
+    file = track / "experiments/results/speedrun.jsonl"
+    file.write_text(file.read_text().rstrip("\n"))
+    speedrun.main([*BELOW, "--seconds=4:9:29"])
+    assert [row["seconds"] for row in entered(track)] == [[5, 10, 30], [4, 9, 29]]
+
+
 def test_baselines_stand_by_machine():
     rows = [dict(machine="A", baseline_value=1.2, baseline_seconds=25),
             dict(machine="B", baseline_value=1.3, baseline_seconds=9),
