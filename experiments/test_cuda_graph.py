@@ -6,6 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.testing import assert_close
 
@@ -94,3 +95,8 @@ def test_without_a_gpu_it_is_train_py(tmp_path, text_folder, monkeypatch):
                     for name in ("graph", "train"))
     assert ours["val_loss"] == theirs["val_loss"]
     assert theirs["step_ms"] > 0 and ours["step_ms"] is None
+    monkeypatch.setattr(sample, "generate", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cuda_graph.main([*flags.split(), "--sample_tokens=1", f"--out_dir={tmp_path / 'ends'}"])
+    ends = json.loads((tmp_path / "ends/result.json").read_text())
+    assert ends["step_ms"] is None, "not even where the sample after it fails"
