@@ -1040,6 +1040,10 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     assert move.startswith("| MoVE | +0.0450 ± 0.0071 | +0.0450 ± 0.0071 | +0.0000 | 0.0446 |")
     for picture in ("cpu-gain", "cpu-recall", "cpu-growth"):
         assert (results / f"which_memory-{picture}.png").exists()
+    shares = "commonest material 0.17, 0.15, 0.12, 0.23, 0.48."
+    assert shares in (results / "which_memory-cpu-summary.md").read_text()
+    large = which_memory.table(rows_of("", "cpu"), json.loads(COSTS), "gpu")     # other facts
+    assert "commonest material 0.18, 0.14, 0.13, 0.16, 0.25." in large
     bpb |= dict.fromkeys(("MoVE", "MoVE dense", "MoVE dense longer"), ())
     recalls.clear()                                             # a text without facts
     which_memory.finish(rows_of("", "cpu"), "cpu")

@@ -219,7 +219,13 @@ def gains(rows, title):
     return gain, run.differences(metric, rows, in_time, title)
 
 
-def table(rows, measured):
+def prior_of(scale):
+    """{mentions: share of the scale's facts recalled by always saying the commonest material}"""
+    own = re.search(r"--per_bucket=(\S+)", prepare[scale])
+    return commonest_recall(own[1] if own else tasks.per_bucket, tasks.seed)
+
+
+def table(rows, measured, scale):
     """The table of one length."""
     lines = run.heading(["memory", "parameters", "step time", "memory in training",
                          "decoding time", "bpb of its baseline", "gain, equal tokens", "verdict",
@@ -247,8 +253,7 @@ def table(rows, measured):
             for m in MENTIONS:
                 recalled.append(run.text([row[f"recall_{m}"] for row in rows[name].values()]))
             lines.append(run.line([name, *recalled]))
-    prior = commonest_recall(tasks.per_bucket, tasks.seed)
-    shares = [f"{share:.2f}" for share in prior.values()]
+    shares = [f"{share:.2f}" for share in prior_of(scale).values()]
     lines += ["", "Guessing recalls 0.125; always saying a domain's commonest material "
                   f"{', '.join(shares)}."]
     return "\n".join(lines) + "\n"
@@ -375,11 +380,11 @@ def summarize(rows, scale):
     measured = {"ratios": {title: known[title] for title in ready if title in known}}
     if not measured["ratios"]:
         return print("no memory has a run beside its baseline's and a time: no table of costs")
-    Path(f"{stem}-summary.md").write_text(table(rows, measured), encoding="utf-8")
+    Path(f"{stem}-summary.md").write_text(table(rows, measured, scale), encoding="utf-8")
     draw_gains(rows, measured, f"{stem}-gain.png")
     if has_facts(rows):
         draw_recall(rows, measured, f"{stem}-recall.png")
-    print(table(rows, measured))
+    print(table(rows, measured, scale))
 
 
 def compare_lengths(kind):
