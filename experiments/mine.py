@@ -62,7 +62,7 @@ for title in titles:
 
 def places(rows):
     """[(gain in bits per byte, time of a step in units of its baseline's, memory)], best first:
-    of those that ran on the machine of their baseline."""
+    of those with a time on the machine of their baseline; --graph=True takes none."""
     found = []
     for title, dense in baseline.items():
         gain = run.differences(metric, rows, dense, title)
@@ -90,7 +90,7 @@ def finish(rows, scale):
     study.draw_gains(rows, measured, picture)
     for title, dense in baseline.items():
         if run.differences(metric, rows, dense, title) and title not in measured["ratios"]:
-            print(f"{title} did not run on its baseline's machine: no place")
+            print(f"{title} has no step time beside its baseline's, on one machine: no place")
     print("place  gain in bpb  step time  memory")
     for place, (gain, step, title) in enumerate(found, 1):
         print(f"{place:5}  {gain:+11.4f}  {step:8.2f}x  {title}")

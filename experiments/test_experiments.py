@@ -1091,7 +1091,8 @@ def test_my_own_model_has_the_rates_of_what_it_was_copied_from():
 
 
 def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
-    """Below MoVE, which gains 0.02; LIMe has no baseline yet, HierMem's is of another machine."""
+    """Below MoVE, which gains 0.02; LIMe has no baseline yet, HierMem's is of another machine,
+    UltraMemV2's had --graph=True, and no time."""
     from experiments import mine
     monkeypatch.setattr(runner, "ROOT", tmp_path)
     (tmp_path / "experiments/results").mkdir(parents=True)
@@ -1102,7 +1103,8 @@ def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(baseline, "mine", "mine dense")
     rows = {name: {} for name in mine.variants}
     moves = {"MoVE dense": (2.1, 10), "MoVE": (2.08, 11)}
-    others = {"LIMe": (1.0, 1), "HierMem dense": (2.1, 1), "HierMem": (2.0, 1)}
+    others = {"LIMe": (1.0, 1), "HierMem dense": (2.1, 1), "HierMem": (2.0, 1),
+              "UltraMemV2 dense": (2.1, None), "UltraMemV2": (2.0, 1)}
     for name, (bpb, ms) in {**own, **moves, **others}.items():
         device = "cpu a" if name == "HierMem dense" else "cpu b"
         rows[name] = {0: dict(val_bpb=bpb, step_ms=ms, device=device, threads=1)}
@@ -1110,11 +1112,12 @@ def test_my_own_model_gets_its_place(tmp_path, monkeypatch, capsys):
     rows["mine"][0]["source_hash"] = "of before"
     mine.finish(rows, "cpu")
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "HierMem did not run on its baseline's machine: no place"
-    assert said[2].split() == ["1", "+0.0200", "1.10x", "MoVE"]
-    assert said[3].split() == ["2", "+0.0100", "1.50x", "mine"]
-    assert said[5].startswith("mine: by older code. To run it again remove out/mine-cpu/mine and")
-    assert len(said) == 6
+    for line, title in zip(said, ("UltraMemV2", "HierMem")):
+        assert line == f"{title} has no step time beside its baseline's, on one machine: no place"
+    assert said[3].split() == ["1", "+0.0200", "1.10x", "MoVE"]
+    assert said[4].split() == ["2", "+0.0100", "1.50x", "mine"]
+    assert said[6].startswith("mine: by older code. To run it again remove out/mine-cpu/mine and")
+    assert len(said) == 7
     assert (tmp_path / "experiments/results/mine-cpu-gain.png").exists()
 
 
