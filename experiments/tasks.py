@@ -781,9 +781,9 @@ def answer_greedy(model, prompts, max_new_tokens, eot, batch_size=64):
 
 
 def result(text):
-    """What an answer comes to: ProsQA's "### " sentence, or the last number, or None."""
-    found = re.findall(r"### .*|\d+", text)
-    return found[-1] if found else None
+    """What an answer ends in, ProsQA's "### " sentence or a number, or None."""
+    found = re.search(r"(### .*|\d+)\s*$", text)
+    return found[1] if found else None
 
 
 def is_true_chain(question, given):

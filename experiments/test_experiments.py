@@ -1269,6 +1269,7 @@ def parrot(data, spoil):
     (lambda answer: answer if len(answer) == 2 else [8, 0], [.5, 1, 0]),    # 0 is never right
     (lambda answer: answer[:-1] + [1] * 20, [0, 0, 0]),        # the right number, but no end
     (lambda answer: [7, answer[-2], 0], [1, 1, 1]),            # only the last number counts
+    (lambda answer: [7, answer[-2], 7, 0], [0, 0, 0]),         # which "=" must not follow
 ])
 def test_accuracy_wants_the_last_number_and_an_end(spoil, expected, tmp_path):
     folder, _ = task_folder(tmp_path, "arithmetic", "--operands=2,3", "--max_value=20",
