@@ -1053,6 +1053,27 @@ def test_which_memory_compares_at_equal_tokens_and_at_equal_time(tmp_path, monke
     assert lines[2] == "| MoVE | - | - | - | - | - |"
 
 
+def test_costs_of_a_model_that_has_changed_are_measured_again(tmp_path, monkeypatch):
+    """Your own, say; where no checkpoint is here those that are known stay."""
+    from experiments import which_memory
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    (tmp_path / "experiments/results").mkdir(parents=True)
+    folder = which_memory.folder_of("MoVE", "cpu")
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text('{"config": {"dataset": "x"}}')
+    ratios = iter((1.25, 1.5))
+    monkeypatch.setattr(which_memory, "decode_ratio", lambda *_: next(ratios))
+    row = dict(val_bpb=2.0, params={"total": 100}, peak_memory_mb=20, overrides={})
+    for source_hash, here, shown in (("a", True, 1.25), ("a", True, 1.25), ("b", False, 1.25),
+                                     ("b", True, 1.5)):
+        monkeypatch.setattr(which_memory, "has_checkpoints", lambda *_: here)
+        rows = dict.fromkeys(which_memory.variants, {}) | {
+            name: {0: dict(row, source_hash=source_hash)} for name in ("MoVE", "MoVE dense")}
+        which_memory.summarize(rows, "cpu")
+        summary = (tmp_path / "experiments/results/which_memory-cpu-summary.md").read_text()
+        assert f"| {shown:.2f}x | 2.0000 |" in summary
+
+
 def test_without_rows_there_are_no_costs_and_no_pictures(tmp_path, monkeypatch):
     from experiments import bfloat16, which_memory
     monkeypatch.setattr(runner, "ROOT", tmp_path)

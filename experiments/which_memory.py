@@ -182,16 +182,24 @@ def costs(rows, scale, titles, ratios):
     for title in titles:
         on_cpu = device == "cpu" and scale.startswith("cpu")
         step = times.get(title) if on_cpu else None
-        cost = dict(step=step, step_on=times_on, decode=None, decode_on=None)
+        cost = dict(step=step, step_on=times_on, decode=None, decode_on=None,
+                    source_hash=rows[title][0].get("source_hash"))
         if has_checkpoints(title, scale):
             result = json.loads((folder_of(title, scale) / "result.json").read_text())
             keys = dict(rows[title][0]["overrides"], dataset=result["config"]["dataset"])
             if not step:
                 cost.update(step=step_ratio(title, scale, keys), step_on=here)
             cost.update(decode=decode_ratio(title, scale, device), decode_on=here)
-        if cost["step"]:
+        if cost["decode"] or cost["step"] and title not in ratios:
             ratios[title] = cost
             print(title, cost, flush=True)
+
+
+def is_measured(row, cost):
+    """Whether these costs are of the code that made the row: model_mine.py changes. Older ones do
+    not say."""
+    theirs = row.get("source_hash")
+    return cost.get("decode") and cost.get("source_hash", theirs) == theirs
 
 
 def places(measured, key):
@@ -373,7 +381,7 @@ def summarize(rows, scale):
     file = stem.with_name(f"which_memory-{kind}-cost.json")     # at any length
     known = json.loads(file.read_text())["ratios"] if file.exists() else {}
     ready = [title for title in memories if 0 in rows[title] and 0 in rows[baseline[title]]]
-    missing = [title for title in ready if not known.get(title, {}).get("decode")]
+    missing = [title for title in ready if not is_measured(rows[title][0], known.get(title, {}))]
     if missing:
         costs(rows, scale, missing, known)
         file.write_text(json.dumps({"ratios": known}, indent=1))
