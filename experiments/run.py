@@ -878,7 +878,7 @@ def claims_table():
                     lines.append(line([name, *cells]))
             lines += not_run(name, waiting)
         if not reports:
-            exp = load_experiment(path, "gpu")
+            exp = load_experiment(path, "gpu" if "gpu" in run_file(path) else "cpu")
             lines += not_run(path.stem, [claim_text(exp, *pair) for pair in pairs(exp)])
     return CLAIMS_TITLE + "\n".join(lines) + "\n"
 

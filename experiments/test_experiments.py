@@ -592,6 +592,11 @@ def test_a_table_of_nothing_is_not_written(lab):
     assert not (lab / RESULTS).parent.exists()
 
 
+def test_claims_are_listed_of_an_experiment_for_a_cpu_alone(lab):
+    experiment(lab, 'claims = ["standard > tuned"]\n' + textwrap.dedent(STARTED))
+    assert "| toy_table | standard > tuned | - | - | - | 0 | not run |" in runner.claims_table()
+
+
 def test_help_tells_of_the_experiment(lab, capsys):
     path = experiment(lab, STARTED)
     with pytest.raises(SystemExit):
