@@ -132,7 +132,8 @@ def source_hash(model, folder=""):
     any Python; comments and docstrings do not count."""
     code = []
     for file in (f"model_{model}.py", "kernels.py", "train.py"):
-        tree = ast.parse((Path(folder or ROOT) / file).read_text(encoding="utf-8"))
+        text = (Path(folder or ROOT) / file).read_text(encoding="utf-8")
+        tree = ast.parse(text, file)                            # which an error names
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 if ast.get_docstring(node) is not None:

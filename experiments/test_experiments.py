@@ -836,6 +836,13 @@ class A:
     assert len(hashes) == 9                                    # three codes in each of three files
 
 
+def test_a_model_that_is_being_edited_is_named(lab):
+    """While a table runs, say: its next row asks for the hash."""
+    (lab / "model_toy.py").write_text("def forward(:")
+    with pytest.raises(SyntaxError, match="model_toy.py, line 1"):
+        runner.source_hash("toy")
+
+
 def test_source_hash_is_the_same_by_every_python(lab):
     for file in ("model_toy.py", "kernels.py", "train.py"):
         (lab / file).write_text("""def f(x, *, y=-1.5):\n    return f"{x['a']!r:>{y}} " 'it"s'\n""")
