@@ -1084,6 +1084,9 @@ def test_costs_of_a_model_that_has_changed_are_measured_again(tmp_path, monkeypa
         which_memory.summarize(rows, "cpu")
         summary = (tmp_path / "experiments/results/which_memory-cpu-summary.md").read_text()
         assert f"| {shown:.2f}x | 2.0000 |" in summary
+    (tmp_path / "experiments/results/which_memory-cpu-cost.json").write_text("{")
+    with pytest.raises(ConfigError, match="which_memory-cpu-cost.json cannot be used"):
+        which_memory.summarize(rows, "cpu")
 
 
 def test_without_rows_there_are_no_costs_and_no_pictures(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sample
 from experiments import run, tasks
 from experiments.tasks import MENTIONS, commonest_recall, plot_recall
-from prepare_fineweb import guard, need
+from prepare_fineweb import guard, need, reading
 
 model = "move"
 metric = "val_bpb"
@@ -379,7 +379,8 @@ def summarize(rows, scale):
     stem = run.ROOT / "experiments" / "results" / f"which_memory-{scale}"
     kind = scale.partition("_")[0]
     file = stem.with_name(f"which_memory-{kind}-cost.json")     # at any length
-    known = json.loads(file.read_text())["ratios"] if file.exists() else {}
+    with reading(file):
+        known = json.loads(file.read_text())["ratios"] if file.exists() else {}
     ready = [title for title in memories if 0 in rows[title] and 0 in rows[baseline[title]]]
     missing = [title for title in ready if not is_measured(rows[title][0], known.get(title, {}))]
     if missing:
