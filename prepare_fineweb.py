@@ -149,6 +149,8 @@ def guard(program):
     exit code 1, Ctrl-C and a reader that has gone away (`| head`) in no line at all.
     NANOMEM_DEBUG=1 shows the traceback of everything. Only programs call this, and first of all.
     """
+    sys.stdout = sys.stdout or open(os.devnull, "w")     # None: it is closed, as by `>&-`
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")     # "?" for what an ASCII terminal cannot show
 

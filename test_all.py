@@ -480,6 +480,14 @@ def test_a_reader_that_goes_away_is_no_error_and_a_full_disk_is_one():
         "make room on that disk, or choose another\n"
 
 
+def test_closed_streams_are_no_error():
+    """As a shell's >&- and 2>&- leave them."""
+    code = "import sys, prepare_fineweb as pf; pf.guard('x'); print(1); print(2, file=sys.stderr)"
+    for closed in (">&-", "2>&-"):
+        shell = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code]
+        assert subprocess.run(shell, cwd=ROOT, capture_output=True).returncode == 0
+
+
 def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
     code = "held = pf.lock('.')\nprint('locked', flush=True)\nimport time\ntime.sleep(99)"
     other = guarded(code, tmp_path)
