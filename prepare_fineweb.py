@@ -1083,9 +1083,9 @@ def prepare(**settings) -> str:
     folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
     own = folder.name and not folder.name.endswith(".partial")
     need(own, f"out={c.out}: must name a folder of its own")
-    need(not folder.is_mount(), f"out={c.out}: a disk is mounted there, name a folder on it")
     if folder.is_symlink():     # to a larger disk, say: the folder there is filled
         folder = folder.resolve()
+    need(not folder.is_mount(), f"out={c.out}: a disk is mounted there, name a folder on it")
     asked = {key: getattr(c, key) for key in _defaults}
     for key in ("out", "workers", "overwrite"):
         del asked[key]

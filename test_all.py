@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -535,6 +536,20 @@ def test_a_link_to_a_folder_stays_and_the_folder_is_filled(corpus, tmp_path):
         prepare_bytes(corpus, link, overwrite=overwrite)
         assert link.is_symlink() and load_meta(link) == load_meta(disk)
         assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no second file system")
+def test_a_link_may_lead_to_another_disk_but_not_to_its_root(corpus, tmp_path):
+    """Python 3.11 takes such a link for a place where a disk is mounted, 3.12 none for one."""
+    link, root = tmp_path / "data", tmp_path / "root"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
+        folder = Path(disk, "folder")
+        folder.mkdir()
+        link.symlink_to(folder)
+        assert load_meta(prepare_bytes(corpus, link)) == load_meta(folder)
+    root.symlink_to("/dev/shm")
+    with pytest.raises(ConfigError, match="a disk is mounted there, name a folder on it"):
+        prepare_bytes(corpus, root)
 
 
 def start_preparing(corpus, out, seconds):
