@@ -1080,8 +1080,9 @@ def prepare(**settings) -> str:
         c.vocab_size = 4096 if pydocs else 65536
     if c.clusters and not c.block_size:
         c.block_size = 256
-    folder = Path(c.out or Path("data", Path(c.source).resolve().name.split(".")[0]))
-    own = folder.name and not folder.name.endswith(".partial")
+    name = Path(c.source).resolve().name.lstrip(".").split(".")[0]
+    folder = Path(c.out or Path("data", name))
+    own = (c.out or name) and folder.name and not folder.name.endswith(".partial")
     need(own, f"out={c.out}: must name a folder of its own")
     if folder.is_symlink():     # to a larger disk, say: the folder there is filled
         folder = folder.resolve()
@@ -1109,6 +1110,9 @@ def _finished(folder, asked, overwrite):
         return False
     need("meta.json" in names, f"{folder} holds something else than data: choose another --out=")
     if overwrite:
+        within = [path.name for path in folder.iterdir() if path.is_dir()]
+        need(not within, f"{folder} holds other folders, {', '.join(within):.200}, which would be "
+                         "deleted: choose another --out=")
         return False
     settings = load_meta(folder).get("settings", {})
     other = [f"{key}={settings.get(key)}" for key in asked if settings.get(key) != asked[key]]

@@ -529,6 +529,22 @@ def test_a_finished_folder_is_kept_until_overwrite(corpus, tmp_path, capsys, mon
     assert set(documents_of(folder, "train")) < set("abcdefgh")
 
 
+def test_no_folder_of_data_is_deleted_with_another_one(corpus, tmp_path, monkeypatch):
+    """A source .corpus.jsonl was prepared in data/ itself, and all that is in data/ went when it
+    was overwritten."""
+    monkeypatch.chdir(tmp_path)
+    corpus.rename(".corpus.jsonl")
+    assert prepare_bytes(".corpus.jsonl", "") == Path("data/corpus")
+    with pytest.raises(ConfigError, match="must name a folder of its own"):
+        prepare_bytes("/", "")
+    corpus = Path(".corpus.jsonl").resolve()
+    prepare_bytes(corpus, "more")
+    prepare_bytes(corpus, "more/corpus")
+    with pytest.raises(ConfigError, match="more holds other folders, corpus, which would be dele"):
+        prepare_bytes(corpus, "more", overwrite=True)
+    assert load_meta("more/corpus")
+
+
 def test_a_link_to_a_folder_stays_and_the_folder_is_filled(corpus, tmp_path):
     disk, link = tmp_path / "disk" / "folder", tmp_path / "data"
     link.symlink_to(disk)
