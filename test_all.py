@@ -4160,6 +4160,21 @@ def test_an_earlier_checkpoint_keeps_its_tokenizer_if_a_run_saves_nothing(tmp_pa
         assert mine == (folder / "tokenizer.json").read_bytes()
 
 
+def test_beside_an_earlier_checkpoint_lies_nothing_of_an_older_run(text_folder, tmp_path):
+    """Its tokenizer.json, say, for which a start from the earlier checkpoint was refused."""
+    words = prepare_bytes(write_texts(tmp_path / "a.jsonl", small_texts()), tmp_path / "a",
+                          tokenizer="bpe", vocab_size=300)
+    run, previous = tmp_path / "run", tmp_path / "run" / "previous-ckpt.pt"
+    begin = functools.partial(train, *TINY, "--max_iters=1")
+    begin(dataset=words, out_dir=run)
+    begin(dataset=text_folder, out_dir=run)
+    (run / "result.json").unlink()                             # as if it had been stopped
+    begin(dataset=text_folder, out_dir=run)
+    moved = {path.name for path in run.glob("previous-*")}
+    assert moved == {"previous-ckpt.pt", "previous-log.jsonl", "previous-loss.png"}
+    begin(dataset=text_folder, out_dir=tmp_path / "new", init_from=previous)
+
+
 def test_a_result_names_the_code_that_it_began_with(tiny, tmp_path, monkeypatch):
     from experiments import run as runner
     hashes = iter("12")
@@ -4214,7 +4229,7 @@ def test_a_checkpoint_goes_with_its_own_tokenizer(text_folder, tmp_path):
         with pytest.raises(ConfigError, match=message.format(wrong, alone)):
             sample.check_tokens(alone, {}, wrong)
     assert sample.load_model(run, "cpu")[1].vocab_size == 300
-    for size in (300, 257):                                    # the first run's file stays there
+    for size in (300, 257):                                    # the first run's file goes then
         train(*TINY, "--max_iters=1", dataset=text_folder, out_dir=run)
         for name, its_own in (("previous-ckpt.pt", size), ("ckpt.pt", 257)):
             assert sample.load_model(run / name, "cpu")[1].vocab_size == its_own

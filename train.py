@@ -485,19 +485,23 @@ def must_be_finite(value, what):
 
 def begin_output():
     """What an earlier run has left moves aside, but not beside an older checkpoint if it saved none
-    itself: that one needs its own tokenizer. What sample.py wants of the data comes here. On resume
-    the log ends at the checkpoint: what came after is done again."""
+    itself: that one needs its own tokenizer; and nothing of an older run stays beside its
+    checkpoint. What sample.py wants of the data comes here. On resume the log ends at the
+    checkpoint: what came after is done again."""
     if resume:
         (out / "result.json").unlink(missing_ok=True)
         (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
         return
-    saved_nothing = (out / "previous-ckpt.pt").exists() and not (out / "ckpt.pt").exists()
+    saved = (out / "ckpt.pt").exists()
+    saved_nothing = (out / "previous-ckpt.pt").exists() and not saved
     for name in OUTPUTS:
         if (out / name).exists() and saved_nothing:
             (out / name).unlink()
         elif (out / name).exists():
             os.replace(out / name, out / f"previous-{name}")
             show(f"an earlier run's {out}/{name} is now previous-{name}")
+        elif saved:
+            (out / f"previous-{name}").unlink(missing_ok=True)
     for file in folder.iterdir():
         if file.suffix in (".json", ".npz") and file.name != "meta.json":
             (out / file.name).write_bytes(file.read_bytes())
