@@ -4032,6 +4032,11 @@ def test_precedence_file_and_help(tiny, tmp_path, capsys):
         assert part in text
 
 
+def test_a_config_files_list_for_a_field_of_the_model_is_not_passed_over(tmp_path):
+    (tmp_path / "config.py").write_text("model = 'ultramem'\nmemory_layers = [0]\n")
+    train(tmp_path / "config.py", "--dry_run=True", expect="memory_layers=[0]: must be of type str")
+
+
 @parametrize("speedup, wanted", [(4.6, "bfloat16"), (1.1, "float32"), (.5, "float32")])
 def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "bf16_speedup", lambda: speedup)

@@ -107,6 +107,7 @@ def flags_of(path):
     if "variants" in settings:
         from experiments.run import main
         sys.exit(main(path, [*(file for file in files if file != path), *options]))
+    assigned.update(settings)
     return [f"--{key}={value}" for key, value in settings.items()
             if (isinstance(value, KINDS) or key in defaults) and key[0] != "_"]
 
@@ -119,6 +120,7 @@ def automatic(value, cpu, cuda):
 
 
 # ---------------------------------------------------------------- what was asked for
+assigned = {}                                      # what config files assign, of any type
 options = [argument for argument in sys.argv[1:] if argument.startswith("-")]
 files = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 flags = sum(map(flags_of, files), []) + options
@@ -130,6 +132,9 @@ if {"-h", "--help"} & set(options):
     print(f"\nfields of {module.__name__}.py's Config:")
     print(help_text(Path(module.__file__).read_text(), config_keys))
     sys.exit(0)
+for key in (config_keys.keys() - defaults.keys()) & assigned.keys():
+    need(isinstance(assigned[key], KINDS), f"{key}={assigned[key]}: must be of type "
+         f"{type(config_keys[key]).__name__}")
 given, _ = configure(flags, {**config_keys, **defaults})
 given_to_config = {key: given.pop(key) for key in given.keys() - defaults.keys()}
 signal.signal(signal.SIGINT, signal.default_int_handler)
