@@ -1,8 +1,8 @@
 """train.py with the forward and backward pass of a step as one CUDA graph: for models so small that
 a GPU waits for their launches.
 
-    python experiments/cuda_graph.py --model=lime --depth=4 --batch_tokens=4096     # train.py's flags
-    python train.py experiments/lime_routers.py --jobs=30 --graph=True              # a whole table
+    python experiments/cuda_graph.py --model=lime --depth=4           # train.py's flags
+    python train.py experiments/lime_routers.py --jobs=30 --graph=True         # a whole table
 
 After three ordinary steps the pass is captured, and replayed from then on; clipping and optimizers
 stay as they are. What is captured must not depend on the data: so MoVE takes all tokens of the
