@@ -144,11 +144,12 @@ def standardised(pieces):
 
 
 def entropy(model, tok, folder, c):
-    """{kind: over layers [entropy of every validation window]}; of a task's rows without the
-    padding."""
+    """{kind: over layers [entropy of every validation window]}; where a document is a window, of
+    it without the padding."""
+    padded = "block_size" in load_meta(folder)
     rows = []
     for x, y in windows(model, folder, c):
-        length = int((y[0] >= 0).nonzero()[-1]) + 1
+        length = int((y[0] >= 0).nonzero()[-1]) + 1 if padded else x.size(1)
         rows.append(x[0, :length])
     found = {}
     for kind, layers in collect(model, rows, lambda n, z: z).items():

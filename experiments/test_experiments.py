@@ -1921,6 +1921,15 @@ def test_entropy_and_the_classifiers_are_drawn_and_counted(name, flag, n, low, h
         assert low < np.mean(layer) <= high
 
 
+def test_entropy_of_windows_that_lie_within_a_prompt(tmp_path):
+    records = [{"prompt": f"{n} " * 40, "answer": "3"} for n in range(60)]
+    source = write_jsonl(tmp_path / "asked.jsonl", records)
+    data = prepare_bytes(source, tmp_path / "data", val_fraction=0.3)
+    train(*TINY, "--max_iters=1", dataset=data, out_dir=tmp_path / "run")
+    found = analyse("entropy", tmp_path / "run", "--sequences=4")
+    assert all(len(layer) == 4 for (layer,) in found.values())
+
+
 def test_words_are_found_where_they_stand(analysed):
     tok = get_tokenizer(str(analysed / "data"))
     rows, places = analysis.find_words(analysed / "data", tok, 32, 20)
