@@ -169,7 +169,8 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     if not 1 <= m_key <= n < 2**16 or not 1 <= m <= m_key**2:
         raise ValueError(f"m_key must lie in [1, n] and m in [1, m_key^2], "
                          f"got m_key = {m_key}, m = {m}, n = {n}")
-    scores = (t.detach() for t in (s_row, s_col, u, v, core.sum(0)))
+    sum_of_cores = core.sum(0, dtype=acc_dtype(core))
+    scores = (t.detach() for t in (s_row, s_col, u, v, sum_of_cores))
     rows, cols = tucker_search(*scores, m_key, m)
     row = pick_ranks(s_row, rows)
     col = pick_ranks(s_col, cols)
@@ -537,7 +538,7 @@ def gather_rows_backward(ctx, grad):
     if ctx.sparse_grad:
         d_table = coalesced(rows, grad.clone(), ctx.shape)    # grad may be another's, too
     else:
-        d_table = grad.new_zeros(ctx.shape).index_copy_(0, rows, grad)
+        d_table = grad.new_zeros(ctx.shape).index_copy_(0, rows.long(), grad)
     return d_table, None, None
 
 
@@ -1351,6 +1352,8 @@ class LazyAdam(torch.optim.SparseAdam):
     def update(self, p, group):
         beta1, beta2 = group["betas"]
         grad = p.grad.coalesce()
+        if grad.sparse_dim() != 1:
+            raise ValueError("a gradient must be sparse in its rows alone, as to_sparse(1) is")
         indices = grad._indices()[0]
         state = self.state[p]
         if not state:
@@ -1403,7 +1406,7 @@ class RowAdamW(LazyAdam):
     """
 
     def no_steps(self, p):
-        return {"steps": p.new_zeros(p.shape[0])}
+        return {"steps": p.new_zeros(p.shape[0], dtype=acc_dtype(p))}
 
     def count(self, state, rows):
         state["steps"].index_add_(0, rows, torch.ones_like(rows, dtype=state["steps"].dtype))
@@ -1641,8 +1644,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Te
     if slow and 0 < T == S <= 1024:
         y = attend_in_blocks(q, k, v, mask)
     else:
+        # Under torch.compile a comparison of sizes may be a symbol, which this operation refuses.
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal and T > 1, enable_gqa=k.size(1) != H)
+            q, k, v, attn_mask=mask, is_causal=True if causal and T > 1 else False,
+            enable_gqa=True if k.size(1) != H else False)
     return y.transpose(1, 2).reshape(B, T, H * d_h)
 
 

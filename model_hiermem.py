@@ -18,7 +18,7 @@ of parameters in its bank runs with 10% more than its anchor. Level l has n_l = 
 FFN memories (the default) widen the SwiGLU of every layer by r = r_1 + ... + r_p channels,
 s_l = 3 r_l d n_layer:
 
-    y = W3 (silu(W1 x) * W2 x)  +  M3 (silu(M1 x) * M2 x)
+    y = W3 (silu(W1 x) * W2 x)  +  M3 (silu(M1 x) * M2 x)       W1, W2, W3: MLP's gate, up, down
     M1, M2, M3^T (r, d) are fetched; M3 = 0 at first
 
       text --embed--> phi --walk--> path   bank, level 1: [ ][#][ ][ ]              generic [ ]
@@ -31,7 +31,8 @@ those of all levels with probability 1/(k_1 + 1), else the blocks of its path (s
 fold are the other kinds of memory.
 The tree is made and walked by experiments/topics.py; experiments/bank.py trains a bank in jobs and
 takes blocks out of it. The anchor alone, and then with memories (Table 1, A1 and A2; with
---frozen=True A3):
+--frozen=True A3; the paper's rates for them are at RECIPE). The last command reads the anchor's
+batches again; with --skip_steps=128, the anchor's, it reads on.
 
     python prepare_fineweb.py --source=TEXTS --clusters=8,8 --out=data/topics
     python train.py --model=hiermem --dense=True --dataset=topics --out_dir=out/anchor
@@ -74,7 +75,7 @@ class Config:
     memory: str = "ffn"           # ffn | lora_qk | lora_vo | lora_ffn | kv | none
     clusters: str = "8,8"         # k_1,...,k_p: children of a node, root to leaves (paper: 16 each)
     ranks: str = "64,24"          # r_1,...,r_p: FFN channels, LoRA ranks or key-value pairs
-    memory_layers: str = "all"    # all | early | middle | late: 2L/7 layers, same total (Table 9)
+    memory_layers: str = "all"    # all | early | middle | late: 2L/7 of them (Table 9: 10 of 35)
     generic: float = -1.0         # share of sequences with the generic memory; -1: 1/(k_1 + 1)
     memory_lr: float = 1.0        # learning rate of the bank, in units of the anchor's
     frozen: bool = False          # only memories are trained
@@ -145,7 +146,7 @@ class Config:
             return None
         if self.memory == "ffn":
             return FFN
-        return MEMORIES[self.memory]
+        return MEMORIES[self.memory]                           # below the fold
 
     @property
     def layers(self):
@@ -170,6 +171,8 @@ class Config:
     @property
     def level_ranks(self):
         """r_l in a layer that has a memory: fewer such layers have more each."""
+        if self.kind is None:
+            return [0] * len(self.factors)
         share = self.n_layer / len(self.layers)
         return [round(int(r) * share) for r in self.ranks.split(",")]
 
@@ -193,8 +196,10 @@ PRESETS = {
                       clusters="16,16,16,16", ranks="768,256,16,0"),
 }
 DENSE = dict(memory="none", frozen=False)
-# The paper's for an anchor; its warm-up is 1% of that run, train.py's 2%. Memories and co-training:
-# 1e-4 -> 1e-5, weight decay 1e-3, warm-up 2%; all from scratch: 1e-3 -> 1e-5, weight decay 0.1.
+# The paper's for an anchor (A.1); its warm-up is 1% of that run, train.py's 2%. All runs take it;
+# give the others' by hand: for memories, with or without the anchor (A.2), --learning_rate=1e-4
+# --min_lr=1e-5 --weight_decay=1e-3; for both from scratch (A.5) 1e-3, 1e-5 and 0.1. (Small models
+# want more than 1e-4: experiments/hiermem_table1.py.)
 RECIPE = {
     "adamw": dict(learning_rate=5e-3, min_lr=5e-5, weight_decay=0.05, beta1=0.9, beta2=0.95,
                   grad_clip=1.0, schedule="cosine"),
@@ -312,18 +317,19 @@ def init_normal(p, std, generator):
 class Memory:
     """What a sequence has fetched for one layer, and the three places of a block where it can act.
 
-    This class does nothing there: it is a layer without memory. A kind of memory acts in some of
-    them; its widths() cut a channel into parts, and its init() starts these so that at first the
-    anchor's output stays as it is, bit for bit."""
+    This class does nothing there: it is a layer without memory. A kind of memory overrides some of
+    linear(), heads() and mlp(). What is fetched is r rows (FFN channels, LoRA ranks or key-value
+    pairs): widths() has the parts of a row, and init() their first values, with which the anchor's
+    output stays as it is, bit for bit."""
 
     def __init__(self, config, weights):
-        """weights (B, r, width): the channels of all levels together; None: no memory."""
+        """weights (B, r, width): the rows of all levels together; None: no memory."""
         if weights is not None:
             widths = self.widths(config)
             self.part = dict(zip(widths, weights.split(list(widths.values()), -1)))
 
     def linear(self, name, W, x):
-        """One of attention's matrices, q, k, v or o, on x."""
+        """W x; W is attention's matrix `name`: q, k, v or o."""
         return W(x)
 
     def heads(self, q, y):
@@ -378,7 +384,7 @@ class Level(nn.Module):
     def forward(self, node, device):
         """node (B,) int64, -1: generic -> (B, layers, r_l, width) on the device. A row that
         sequences share is read once, and their gradients add up in it, always in one order."""
-        node = node.to(self.table.device) % len(self.table)
+        node = node.to(self.table.device) % len(self.table)                # -1: the last row
         distinct, inverse = node.unique(return_inverse=True)
         rows = gather_rows(self.table, distinct, self.config.sparse_memory).to(device)   # (U, s_l)
         inverse = inverse[:, None].to(device)
@@ -386,8 +392,8 @@ class Level(nn.Module):
         return rows.view(len(rows), *self.shape)
 
     def _apply(self, fn, recurse=True):
-        """What torch calls for model.to() and to_empty(): a table that stays only gets its memory
-        here, if it was made without."""
+        """torch calls this for model.to() and to_empty(). A table that stays on the CPU changes its
+        dtype but not its device; one that was made on "meta" gets its memory here."""
         if not self.stays:
             return super()._apply(fn, recurse)
         dtype = fn(self.table.detach()[:1]).dtype
@@ -418,7 +424,8 @@ class Bank(nn.ModuleDict):
         for l, level in self.items():
             below = self.config.nodes[-1] // self.config.nodes[int(l) - 1]   # leaves under a node
             rows.append(level(leaf // below, device))          # -1 // n is -1: generic stays so
-        return dict(zip(self.config.layers, torch.cat(rows, 2).unbind(1)))
+        weights = torch.cat(rows, 2)                           # (B, layers, r, width)
+        return dict(zip(self.config.layers, weights.unbind(1)))
 
 
 # ================================================================ the model
@@ -437,8 +444,8 @@ class Block(nn.Module):
 
 
 def own_generator(name, p):
-    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor
-    start from equal values in it."""
+    """A generator for tensor p alone, seeded by torch's seed and p's name: a tensor that two models
+    both have, by name and shape, starts with equal values."""
     seed = torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode())
     return torch.Generator(p.device).manual_seed(seed)
 
@@ -500,8 +507,8 @@ class Model(nn.Module):
         return self.bank(leaf, device)
 
     def document_mask(self, idx, cache):
-        """(B, 1, T, S): which of all S positions the last T may look at: those of their own
-        document that are not ahead. None: all that are not ahead."""
+        """(B, 1, T, S) bool: which of all S positions each of the last T attends to: those of its
+        own document that are not ahead (A.2). None: all that are not ahead."""
         if self.config.eot == -1:
             return None
         here = (idx == self.config.eot).cumsum(1)              # (B, T) number of the document
@@ -617,8 +624,9 @@ class Model(nn.Module):
         return torch.stack(found)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """Anchor and bank, decay for all, as in OpenLM. RowAdamW ("rows") updates the blocks that
-        were fetched, and no other; the paper does not say."""
+        """Anchor and bank, both with decay, norms too, as in OpenLM. With sparse_memory a step
+        changes only the blocks that were fetched (RowAdamW, "rows"). The paper does not say what
+        its AdamW does with the others."""
         anchor = [p for name, p in self.named_parameters() if not name.startswith("bank.")]
         groups = [dict(params=anchor, kind="adamw", lr=learning_rate)]
         if self.bank:

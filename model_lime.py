@@ -2,10 +2,10 @@
 LIMe, Layer-Integrated Memory (Gerasimov et al. 2025, "You Do Not Fully Utilize Transformer's
 Representation Capacity").
 
-The idea: a Transformer's layer sees an earlier token through its newest hidden state alone, so all
-that later layers may need has to be squeezed through one vector. But the keys and values of all
-earlier layers have been computed anyway. LIMe makes every key/value head of layer l a learned
-mixture of all heads of the layers 1 .. l. The mixture is one small matrix a layer, the router; it
+The idea: a Transformer's layer sees an earlier token only as that token's present hidden state, so
+one vector has to carry all that later layers may need. But the keys and values of all earlier
+layers have been computed anyway. LIMe makes every key/value head of layer l a learned mixture of
+all heads of the layers 1 .. l. The mixture is one small matrix a layer, the router; it
 starts as the identity on the layer's own heads, with noise on the others.
 
     K_l, V_l = x W_K, x W_V                                (B, T, H_kv, d_h)             eq. 1
@@ -52,7 +52,7 @@ class Config:
     router_init: str = "identity" # of a layer's own heads; random: like the others' (paper: worse)
     router_lr: float = 10.0       # rate of the routers, times the others' (the paper: 1e-2, 1e-3)
     router_decay: float = 0.0     # their weight decay (none in the paper)
-    kv_init: float = 0.02         # std of W_K, W_V at the start; the published LIMe's: 1/sqrt(3d)
+    kv_init: float = 0.02         # std of W_K, W_V at the start; published code: 1/sqrt(3d)
     baseline: str = ""            # denseformer | hyper: another way to reach earlier layers
     tied: bool = True             # one matrix for the embedding and the head
     rope_base: float = 10000.0    # of the rotary embedding
@@ -240,8 +240,8 @@ class Router(nn.Module):
 
     def init_weights(self, name):
         """A layer's own heads: the identity. The others: Kaiming uniform of variance 1/(n H_kv), so
-        that the n-1 earlier layers add (n-1)/n of a head's variance (Appendix H, whose 3/((l+1)H)
-        lacks the parentheses)."""
+        that the n-1 earlier layers add (n-1)/n of a head's variance. (Appendix H prints the bound
+        as sqrt(3 / (l+1) * H_kv), above 1 in its models; we read sqrt(3 / ((l+1) * H_kv)).)"""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:
@@ -249,6 +249,7 @@ class Router(nn.Module):
             self.R[..., -own:] = torch.eye(own, device=self.R.device)
 
     def weights(self, x):
+        """What to mix with; only below the fold does it depend on x."""
         return self.R
 
     def forward(self, buffer, x):
@@ -260,9 +261,9 @@ class Router(nn.Module):
         return self.mix_again_backward(R, keys), self.mix_again_backward(R, values)
 
     def mix_again_backward(self, R, sources):
-        """mix() joins all sources in one matrix, for one product. If every layer kept its matrix
-        for the backward pass, that would be O(L^2) memory. checkpoint keeps the sources, which all
-        layers share, so O(L), and joins them again. (Only a dynamic router's R_t is kept.)"""
+        """mix(), without keeping its joined matrix for the backward pass: one in every layer would
+        be O(L^2) memory. checkpoint keeps the sources, which all layers share, so O(L), and joins
+        them again. (A dynamic router's R_t, which is large, is kept as well.)"""
         if not torch.is_grad_enabled():
             return self.mix(R, *sources)
         return checkpoint(self.mix, R, *sources, use_reentrant=False, preserve_rng_state=False)
@@ -306,8 +307,8 @@ def make_block(config, layer):
 
 
 def own_generator(name, p):
-    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor
-    start from equal values in it."""
+    """A generator for tensor p alone, seeded by torch's seed and p's name: a tensor that two models
+    both have, by name and shape, starts with equal values."""
     seed = torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode())
     return torch.Generator(p.device).manual_seed(seed)
 
@@ -363,9 +364,10 @@ class Model(nn.Module):
         return Cache(max_len)
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """Routers learn faster than the rest, and do not decay; nor, which the paper does not say,
-        do embedding, head, norms and the static part of hyper-connections. (A dynamic router's W
-        learns at a tenth of a router's rate, and does not decay.)"""
+        """Routers learn faster than the rest. They have no weight decay; nor, which the paper does
+        not say, have embedding, head, norms and the static part of hyper-connections. The other
+        numbers of a baseline decay like matrices. (A dynamic router's W learns at a tenth of a
+        router's rate, without weight decay.)"""
         c = self.config
         groups = {                                             # rate, as a ratio, and weight decay
             "router": (c.router_lr, c.router_decay),
@@ -402,10 +404,11 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def inspect(self, idx):
-        """The routers' heat map: {"router": (L, H_kv, L)}, entry [l, h, l'] is the share of layer
-        l' in what head h of layer l reads: |R_l[h, l' h']|, mean over h' (and over tokens or
-        channels where weights differ in them), divided by the layer's sum over l' (mean over h). So
-        the mean over heads is Figure 5; each head divided by its own sum is Figure 9."""
+        """The routers' heat map: {"router": (tensor (L, H_kv, L), names of its axes)}. Entry
+        [l, h, l'], layers from 0, is the share of layer l' in what head h of layer l reads:
+        |R_l[h, l' h']|, mean over h' (and over tokens or channels where weights differ in them),
+        divided by the layer's sum over l' (mean over h). So the mean over heads is Figure 5; each
+        head divided by its own sum is Figure 9."""
         routers = [m for m in self.modules() if isinstance(m, Router)]
         if not routers:
             return {}
@@ -484,9 +487,11 @@ class PerDim(Router):
 
 
 class Dynamic(Router):
-    """R_t = R + W x_t: the router of the key's token t (Appendix E), so that routed keys can be
-    cached. The paper prints no formula: the static R and the zero start of W are ours. W is a
-    Parameter, not a Linear: Muon would take that, in steps too large for a mixture."""
+    """R_t = R + W x_t (Appendix E). The paper prints no formula: weights come from "projecting the
+    current hidden state (queries) against per-layer, per-head learnable keys". Ours are: x_t is
+    the key's token, so that routed keys can be cached; the static R; W starts at 0. W is a
+    Parameter, not a Linear: train.py's --optimizer=muon takes those, in steps too large for a
+    mixture."""
 
     def __init__(self, config, sources):
         super().__init__(config, sources)
@@ -527,7 +532,7 @@ def first_prev(layer, j):
 
 
 def dilated(layer, j):
-    """Every j-th (Appendix G's dil-j), counted back from its own: our choice."""
+    """Every j-th (Appendix G's dil-d), counted back from its own: our choice."""
     return range(layer % j, layer + 1, j)
 
 

@@ -4,11 +4,11 @@ Up-Scaling"; equations as numbered in the workshop version of 2026).
 
 The idea: a trained transformer grows deeper by D new blocks, and only those are trained on
 (continual pre-training, CPT). Others insert copies of whole blocks. MIDUS inserts *memory blocks*:
-attention as in the block that follows, but where the FFN would be, every attention head looks its
-own output up in a product-key memory of its own (head-wise memory layer, HML). The heads share one
-table V of narrow latent values (V with a bar in the paper), and each head realises them with its
-own matrix W_h (HIVE). V starts at zero: the deeper model is, to the last bit, the base it grew
-from.
+attention copied from the block that follows, and in place of the FFN a head-wise memory layer
+(HML), where every head's output is the query to a product-key memory with keys of its own. The
+heads share one table V of narrow latent values (V with a bar in the paper), and each head realises
+them with its own matrix W_h (HIVE). V starts at zero: the deeper model is, to the last bit, the
+base it grew from.
 
     a'    = Attn'(LN(x)) = [a_1 | ... | a_H]  (B, T, H, d_h)  no output projection        eq. 3
     s     = a_h[row] K_h[row]^T, a_h[col] K_h[col]^T  (n) and (n)  q_h = a_h, in halves   eq. 13
@@ -23,14 +23,15 @@ from.
     a -+-> LN -> SwiGLU -----------(+)->      |                    +- ...    one V for all     (+)->
        +----------------------------+         +-------------------------------------------------+
 
-`upscale(base, method)` grows a base, one of train.py's (--dense=True) or a Hugging Face Llama. What
-trains, by phase: "" everything, which is training from scratch; "cpt" the inserted blocks (of solar
-and base everything); "sft" everything. Below the fold is what to compare with: SOLAR, Llama Pro,
-Avg-DeUS, OpT-DeUS and LESA, which duplicate blocks; linear, product-key and UltraMem memories;
-Table 11's structures.
+`upscale(base, method)` grows a base, one of train.py's (--dense=True) or a Hugging Face Llama. With
+phase="cpt" only the inserted blocks train (with upscale=solar or base everything does), with "sft"
+or "" everything. Below the fold is what to compare with: SOLAR, Llama Pro, Avg-DeUS, OpT-DeUS and
+LESA, which duplicate blocks; linear, product-key and UltraMem memories; Table 11's structures.
 
     python train.py --model=midus --dense=True             # a base, in out/midus-d4-dense; grow it:
     python train.py --model=midus --upscale=midus --phase=cpt --init_from=out/midus-d4-dense
+
+(The second reads the base's batches again. With --skip_steps=128, the base's, it reads on.)
 """
 import math
 import re
@@ -119,6 +120,8 @@ class Config:
         own = (self.memory, self.placement, self.queries) == ("hml", "distributed", "")
         self.check(self.upscale == "midus" or own, "upscale memory placement queries",
                    "these kinds of memory blocks need upscale=midus")
+        self.check(self.upscale in ("midus", "base") or self.value_lr == 1, "upscale value_lr",
+                   "only memory blocks, those of upscale=midus, have values")
         self.check(self.memory == "hml" or not self.queries, "memory queries",
                    "Table 11's queries need memory=hml")
 
@@ -307,7 +310,7 @@ class HML(nn.Module):
 
     def forward(self, a, V_h=None):
         """a' (B, T, H*d_h), the heads' outputs, which are the queries -> HML(a') (B, T, H*d_h).
-        V_h: what head_values() made, for use without gradients."""
+        V_h: what head_values() made, for decoding: W_h is in its rows already."""
         B, T, d = a.shape
         H, r, d_h = self.W_h.shape
         slots, alpha = self.retrieve(a.reshape(B * T, H, d_h))             # (B*T, H, k)
@@ -323,8 +326,8 @@ class HML(nn.Module):
 
     @torch.no_grad()
     def head_values(self):
-        """V_h = V W_h of all heads, one below the other, (H*n*n, d_h): decoding then reads a row
-        where training multiplies (Appendix G.2). It takes H times the space of V."""
+        """V W_h of all heads, one below the other, (H*n*n, d_h): the paper's V_h^cache (Appendix
+        G.2), whose rows decoding reads in place of V's. It is H*d_h/r times as large as V."""
         V_h = self.values.float() @ self.W_h.float()                       # (H, n*n, d_h)
         return V_h.flatten(0, 1).to(self.values.dtype)
 
@@ -394,7 +397,8 @@ def upscale(base, method="midus", **fields):
     model.load_state_dict({**model.state_dict(), **base.state_dict()})
     if method == "midus":
         for block, i in zip(model.inserted, places(config)):
-            # The attention of the block that follows (D.2), and its norm: our choice.
+            # The attention of the block that follows (D.2) and, our choice, the norm before it.
+            # strict=False: a memory block has no MLP, and most have no W_O.
             source = model.blocks[i].state_dict()
             block.load_state_dict(source, strict=False)
     elif method != "base":
@@ -406,8 +410,8 @@ def upscale(base, method="midus", **fields):
 # ================================================================ the model
 
 def own_generator(name, p):
-    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor
-    start from equal values in it."""
+    """A generator for tensor p alone, seeded by torch's seed and p's name: a tensor that two models
+    both have, by name and shape, starts with equal values."""
     seed = torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode())
     return torch.Generator(p.device).manual_seed(seed)
 
@@ -422,6 +426,7 @@ class Model(nn.Module):
             Block(config, order.index(f"blocks.{i}")) for i in range(config.n_layer))
         self.inserted = nn.ModuleList(
             make_block(config, order.index(f"inserted.{j}")) for j in range(config.inserted))
+        # Two lists, so that a base's tensors keep their names; this is the order of computing.
         self.stack = [self.get_submodule(name) for name in order]          # bottom to top
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = None                                                   # the embedding is it
@@ -438,7 +443,7 @@ class Model(nn.Module):
 
             values                    0, so that a memory block adds nothing       Appendix D.2
             sub-keys                  uniform within 1/sqrt(their width)           ours from here
-            embedding, head, W_q      N(0, 0.02^2)
+            embedding, head           N(0, 0.02^2); and W_q of memories below the fold
             W_h                       N(0, 1/r)
             other matrices            N(0, 1/fan-in)
         """
@@ -497,12 +502,15 @@ class Model(nn.Module):
         return [block.memory for block in self.inserted]
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
-        """The memories without decay and, unless memory_schedule, at the highest rate throughout
-        (Appendix E.2 says so of keys and values; W_h and the other memories' matrices go with them
-        here), the rest on the schedule, norms and biases without decay (ours); nothing of what
-        is frozen. Values start at 0, and Adam moves each by about the rate a step: no sum over a
-        fan-in makes that more, as in a matrix product, and the stream it adds to may be large. So
-        at equal rates a memory does less than a block; value_lr makes up for that."""
+        """What trains: values, other tensors of the memories, matrices, vectors.
+
+        The memories have no decay and, unless memory_schedule, a constant rate. (Appendix E.2 says
+        so of keys and values; W_h and the other memories' matrices go with them here.) The rest
+        follows the schedule; no decay for norms and biases is ours.
+
+        value_lr: Adam moves a number by about the rate in a step. In a matrix a whole row of such
+        moves adds up in each output; in the values, which start at 0, a weighted mean of k of them.
+        So at equal rates a memory block changes the stream less than a duplicated block."""
         values = []
         memories = []
         matrices = []

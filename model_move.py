@@ -7,11 +7,13 @@ MoVE gives every token of the vocabulary M further value vectors, kept in one ba
 share. In every layer and every head a gate computed from the hidden state mixes them with the
 ordinary value. Reading the bank is an embedding lookup, so the memory grows (at 12 layers M = 6,
 12, 24, 48 slots a token) while the arithmetic hardly does: by the fraction H(M+1)/(12d+2T), eq. 5.
+(The paper has H_kv = H. With fewer key/value heads, gates and value vectors are those of the H_kv
+heads, and a value vector has d_kv = H_kv d_h numbers.)
 
     V     = x W_V                                        (B, T, H_kv, d_h)       eq. 1
-    rows  = bank[w]                                      (B, T, M, H_kv, d_h)    eq. 2: M_t = E[w_t]
+    bank[w]                                              (B, T, M, H_kv, d_h)    eq. 2: M_t = E[w_t]
     gate  = 2 * sigmoid(x W_G)                           (B, T, H_kv, M+1)       eq. 3, 1 at W_G = 0
-    V_S   = gate[0] * V  +  sum_i gate[i] * rows[i]      (B, T, H_kv, d_h)       eq. 4
+    V_S   = gate[0] * V  +  sum_i gate[i] * bank[w][i]   (B, T, H_kv, d_h)       eq. 4
     Y     = softmax(Q K^T / sqrt(d_h)) V_S               V_S is what the cache holds
 
           token ids w ------------------------> bank (vocab, M, d_kv), one for all layers
@@ -57,11 +59,12 @@ class Config:
     memory_scale: float = 1.0     # M = ceil(scale L/2) slots; LaVE at 1: every other layer, 2: all
     gate_v: int = -1              # gate g_0 on V, 0 or 1; -1: the paper's, 1 for MoVE, 0 for LaVE
     attention: str = "mha"        # mha | mla
-    d_c: int = -1                 # width of mla's latent; -1: d/32 with the paper's heads
+    d_c: int = -1                 # width of mla's latent; -1: H_kv d_h/32, the paper's ratio
     plain_keys: bool = False      # mla: keys are read from c as it was, without the memory
     memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
-                                  # At first all gates are 1 and a token's M slots move alike. At
-                                  # 1/M their sum moves as fast as one row: good for short runs.
+                                  # At first all gates are 1 and a token's M slots get equal
+                                  # updates: their sum moves M times as far as one. 1/M makes up
+                                  # for that, good for short runs.
     sparse_memory: bool = False   # row-sparse gradients, lazy Adam: cost independent of vocabulary
 
     def check(self, ok, fields, rule):
@@ -80,8 +83,12 @@ class Config:
         self.check(self.n_head % self.n_kv_head == 0, "n_head n_kv_head",
                    "n_head must be a multiple of n_kv_head")
         self.check(self.attention in ("mha", "mla"), "attention", "choose mha or mla")
+        d_c = self.n_kv_head * max(1, self.head_dim // 32)
         if self.d_c == -1:
-            self.d_c = self.n_kv_head * max(1, self.head_dim // 32)
+            self.d_c = d_c
+        mla = self.attention == "mla"
+        self.check(mla or self.d_c == d_c and not self.plain_keys, "attention d_c plain_keys",
+                   "a latent's width and keys need attention=mla")
         self.check(self.d_c > 0 and self.d_c % self.n_kv_head == 0, "d_c n_kv_head",
                    "d_c must be a multiple of n_kv_head")
         self.check(self.memory in ("move", "lave", "none"), "memory", "choose move, lave or none")
@@ -208,7 +215,7 @@ class Attention(nn.Module):
             v = self.memory(x, v, reading)                     # V_S                 eq. 4
         q = rms_norm(rotate(q, rotary))
         k = rms_norm(rotate(k, rotary))
-        if cache is not None:                                  # V_S: the size of a plain cache
+        if cache is not None:                                  # V_S, which is as large as V
             k = cache.append((self.layer, "k"), k)
             v = cache.append((self.layer, "v"), v)
         return self.W_O(attend(q, k, v))
@@ -227,7 +234,8 @@ class MLP(nn.Module):
 # ================================================================ the idea
 
 class Bank(nn.Module):
-    """The memory that all layers share: M value vectors for every token of the vocabulary (eq. 2).
+    """M value vectors for every token of the vocabulary (eq. 2). All layers share one bank (but
+    each LaVE layer has its own, with M = 1).
 
     Read once a forward, not once a layer: the distinct tokens of the batch, U of them (fewer
     than B*T), are fetched into `rows`, and every layer reaches its tokens' vectors through
@@ -269,8 +277,8 @@ class MoVE(nn.Module):
 
     def forward(self, x, v, reading):
         """x (B, T, d) the normed hidden state that W_V saw too; v (B, T, H_kv, d_h) -> V_S:
-        gate[..., :1] * v + einsum("btmhd,bthm->bthd", rows, gate[..., 1:]), where rows would be
-        bank[idx] split into heads, but is never made. (Without g_0, v is added as it is.)"""
+        gate[..., :1] * v + einsum("btmhd,bthm->bthd", bank[w], gate[..., 1:]). bank[w] is never
+        made: mix_values sums from reading.rows. (Without g_0, v is added as it is.)"""
         v_s = mix_values(v.flatten(0, 1), reading.rows, reading.inverse,
                          self.gates(x).flatten(0, 1), self.gate_v, reading.order)    # eq. 4
         return v_s.view(v.shape)
@@ -302,8 +310,8 @@ class Block(nn.Module):
 
 
 def own_generator(name, p):
-    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor
-    start from equal values in it."""
+    """A generator for tensor p alone, seeded by torch's seed and p's name: a tensor that two models
+    both have, by name and shape, starts with equal values."""
     seed = torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode())
     return torch.Generator(p.device).manual_seed(seed)
 
@@ -384,7 +392,7 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """nanochat's groups and rates (optimizer "muon"), or the same groups at rates of our own
         (AdamW). All are ratios to learning_rate, the matrices' rate. nanochat's Muon decays a
-        weight only where the update shrinks it, too; torch's decays every weight."""
+        weight only where the update shrinks it anyway; ours, torch's, decays every weight."""
         def group(params, kind, ratio, decay=0.0):
             return dict(params=params, kind=kind, lr=ratio * learning_rate, weight_decay=decay,
                         schedule=True)
@@ -452,7 +460,7 @@ class Model(nn.Module):
 
 class LaVE(MoVE):
     """Layer-wise value embeddings (eq. 6): MoVE with one slot and a table of the layer's own, by
-    default without g_0."""
+    default without g_0. (Eq. 6 has no index of heads; here every head has a gate, as in MoVE.)"""
 
     def __init__(self, config):
         super().__init__(config)
@@ -469,11 +477,13 @@ def lave_layers(config):
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (section 4.4): keys and values are read from a narrow latent
-    c = x W_DKV, and the memory is mixed into that latent, chunk by chunk (eq. 7). The cache holds
-    c_S alone, d_c numbers a token and layer. So keys, too, are read from c_S; the paper, which
-    does not print them, has it for "the final projection" (plain_keys: for values alone, and the
-    cache holds c, too). It absorbs W_UV into W_O, here values are made."""
+    """Multi-head latent attention (section 4.4). Keys and values are made from a narrow latent
+    c = x W_DKV (the paper's c_KV). The memory is mixed into it, chunk by chunk, which gives c_S
+    (eq. 7). The cache holds c_S alone, d_c numbers a token and layer.
+
+    The paper does not say from which of the two keys are made: c_S is used "for the final
+    projection", and is what the cache stores. So here keys, too, are made from c_S. (plain_keys:
+    from c, and the cache holds both.) The paper absorbs W_UV into W_O; here values are made."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -491,17 +501,18 @@ class LatentAttention(nn.Module):
     def forward(self, x, rotary, reading, cache=None):
         heads = (self.config.n_head, self.config.head_dim)
         q = rms_norm(rotate(self.W_Q(x).unflatten(-1, heads), rotary))           # (B, T, H, d_h)
-        c = c_S = self.W_DKV(x)                                                  # (B, T, d_c)
+        c = self.W_DKV(x)                                                        # (B, T, d_c)
+        c_S = c
         if self.memory is not None:
             chunks = c.unflatten(-1, (self.config.n_kv_head, -1))
             c_S = self.memory(x, chunks, reading).flatten(2)                     # eq. 7
-        if not self.config.plain_keys:
-            c = c_S
         if cache is not None:
             c_S = cache.append((self.layer, "c_S"), c_S)                         # (B, S, d_c)
-            c = cache.append((self.layer, "c"), c) if self.config.plain_keys else c_S
+            if self.config.plain_keys:
+                c = cache.append((self.layer, "c"), c)
             theta = rotary_frequencies(self.config, x.device)
-            rotary = rotary_tables(theta, 0, c.size(1))        # keys, values: made again
-        k = rms_norm(rotate(self.W_UK(c).unflatten(-1, heads), rotary))          # (B, S, H, d_h)
+            rotary = rotary_tables(theta, 0, c_S.size(1))      # all keys are made again
+        c_K = c if self.config.plain_keys else c_S
+        k = rms_norm(rotate(self.W_UK(c_K).unflatten(-1, heads), rotary))        # (B, S, H, d_h)
         v = self.W_UV(c_S).unflatten(-1, heads)
         return self.W_O(attend(q, k, v))

@@ -22,14 +22,15 @@ published code's.)
     y     = sum of p s V_i over the k slots     (P, D_v)    slice c of H weighted by core c's score
     x     = x + FFN(h) + y W_out                eq. 12
 
-              x --------------+---------------+-------------+
+              x ---- h -------+---------------+-------------+
               |             SwiGLU    W_q, keys, core C   W_pre
               |               |          Top-m of n^2       |
-              |               |       scores s   slots i -> P_i . = p
+              |               |       scores s   slots i -> P_i . h W_pre = p
               x <---- + ------+---- W_out -- sum of (p s) V_i
 
-Below the fold: the start of Appendix 6, a balance loss, tables that layers share; then the
-predecessors (UltraMem, PKM, PEER, Memory+) and the mixture of experts to beat.
+Below the fold: the start of Appendix 6 (by default memories start as in the published code), a
+balance loss, tables that layers share; then the predecessors (UltraMem, PKM, PEER, Memory+) and the
+mixture of experts to beat.
 
     python train.py --model=ultramem       # --memory=moe | pkm | peer | memory+ | ultramem
 """
@@ -62,7 +63,7 @@ class Config:
     rope_base: float = 10000.0    # of the rotary embedding
     memory: str = "ultramemv2"    # none | moe | pkm | memory+ | peer | ultramem | ultramemv2
     memory_layers: str = ""       # 4,8 | all | 2:5/6:9 (reads in 2, adds after 5); "": by memory
-    n_keys: int = -1              # n: n^2 slots a layer; -1: the size of 64 experts (MoE: experts)
+    n_keys: int = -1              # n: n^2 slots; -1: the size of 56 experts (MoE: n experts)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L a token in all layers (MoE: 8)
     key_dim: int = -1             # D_k; -1: d/4 per rank (Table 10), else d/2 (4.2.4; UltraMem d/4)
@@ -73,7 +74,7 @@ class Config:
     virtual: int = -1             # E, blocks of virtual slots over the values; -1: 1 (UltraMem 4)
     projectors: int = -1          # 1, or E: a W_out for each block (eq. 9); -1: 1 (UltraMem E)
     share: str = ""               # ring:g | noring:g | block:g: slots of g layers' tables (4.2.8)
-    init: str = "published"       # published | appendix (eq. 26); MoE: published | ffn (as large)
+    init: str = "published"       # published (code) | appendix (eq. 26); MoE: published | ffn
     value_lr: float = 1.0         # rate of the values at the start, in units of the others' (4.2.9)
     value_lr_until: float = 0.25  # the fraction of the run at which it has fallen to 1
     balance_loss: float = 0.0     # beta of eq. 19 (the paper tried 0.001)
@@ -110,7 +111,9 @@ class Config:
             self.check(pairs, "memory_layers", how)
             layers, adds = len(self.added_after), set(self.added_after.values())
             inside = all(0 <= a <= b < L for a, b in self.added_after.items())
-            self.check(inside and len(adds) == layers, "memory_layers", how)
+            given = len(re.split("[,/]", self.memory_layers))
+            once = len(adds) == layers and (given == layers or self.memory_layers == "all")
+            self.check(inside and once, "memory_layers", how)
             self.check(self.value_dim > 0 and self.key_dim != 0, "n_embd key_dim value_dim",
                        "n_embd is too small for this memory: give key_dim and value_dim")
             width = self.value_dim + self.pre_value_dim
@@ -295,8 +298,8 @@ class MLP(nn.Module):
 
 
 def own_generator(name, p):
-    """Random numbers of tensor p's own, from torch's seed and its name: models that share a tensor
-    start from equal values in it."""
+    """A generator for tensor p alone, seeded by torch's seed and p's name: a tensor that two models
+    both have, by name and shape, starts with equal values."""
     seed = torch.initial_seed() % 2 ** 31 + zlib.crc32(name.encode())
     return torch.Generator(p.device).manual_seed(seed)
 
@@ -305,9 +308,9 @@ def own_generator(name, p):
 
 class Retrieval(nn.Module):
     """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8).
-    The h^2 heads of eq. 11 are `virtual` blocks of slots, with one C, as in the published code. A
-    query for each rank is section 3.2's: that code makes them, but scores all ranks of a head's
-    rows with one of them and all ranks of its columns with another."""
+    The h^2 heads of eq. 11 are E = h^2 `virtual` blocks of slots with one C for all, as in the
+    published code. Each rank has its own query (section 3.2); that code makes them, but scores all
+    ranks of a head's rows with one of them and all ranks of its columns with another."""
 
     def __init__(self, config):
         super().__init__()
@@ -315,7 +318,7 @@ class Retrieval(nn.Module):
         R, D_k = config.heads, config.key_dim
         n = config.n_rows
         queries = RANK if config.rank_queries else 1
-        self.W_q = nn.Linear(config.n_embd, 2 * queries * D_k, bias=False)   # of all heads
+        self.W_q = nn.Linear(config.n_embd, 2 * queries * D_k, bias=False)   # heads share it
         self.q_norm = RMSNorm(D_k, config.norm_eps)
         self.k_norm = RMSNorm(D_k, config.norm_eps)
         self.keys = nn.Parameter(torch.empty(R, 2, RANK, n, D_k))
@@ -331,6 +334,7 @@ class Retrieval(nn.Module):
         q = self.q_norm(q).expand(-1, -1, RANK, -1)            # (P, 2, r, D_k)
         keys = self.k_norm(self.keys)                          # (R, 2, r, n, D_k)
         s_row, s_col = torch.einsum("psxd,rsxnd->sprxn", q, keys)              # eq. 6
+        # Stages 1, 2 (eq. 7): scores (P, R, m, H), cells i*n + j of the grid (P, R, m)
         scores, cells = tucker_topk(s_row, s_col, self.u, self.v, self.core, c.m_key, c.top_k)
         aux = 0
         if c.balance_loss and self.training:
@@ -468,6 +472,8 @@ class UltraMemV2(nn.Module):
             c.check(fits, "share", "give ring:g, noring:g or block:g for g of the "
                     f"{layers} memory layers (block: a divisor)")
         c.check(c.top_k <= c.m_key ** 2, "top_k n_keys", f"needs top_k <= {c.m_key ** 2}")
+        c.check(c.init != "appendix" or c.top_k < c.n_rows ** 2, "init top_k n_keys",
+                "init=appendix needs a mean score above 0: fewer picks than there are slots")
         square = math.isqrt(c.virtual) ** 2 == c.virtual
         c.check(square and c.projectors in (1, c.virtual), "virtual projectors",
                 "give a square, and 1 or as many")
@@ -601,9 +607,9 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """AdamW with weight decay on everything, norms and values too, as published; but lazy Adam
-        (sparse_memory) decays nothing. The published rate is for widths from 768 on: narrower
-        models get 768/d times as much. Memory+'s values keep one rate, as published: 1e-3 where all
-        else begins with 4e-4 (if value_lr is 1)."""
+        (sparse_memory) decays nothing. The published rate is for widths from 768 on; ours for
+        narrower models is 768/d times as much. Memory+'s values keep one rate, as published: 1e-3
+        where all else begins with 4e-4 (if value_lr is 1)."""
         c = self.config
         rest, tables = [], []
         for name, p in self.named_parameters():
@@ -639,9 +645,9 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def inspect(self, idx):
-        """What the tokens of idx (B, T) pick, layer by layer: "dead", the share of slots that none
-        picks; "kl" of their use to a uniform one; "use", the share of those that are picked 0, 1,
-        2-3, 4-7, ..., 1024 times or more."""
+        """What the tokens of idx (B, T) pick, layer by layer, {name: (tensor, names of its axes)}:
+        "dead", the share of slots that none picks; "kl" of their use to a uniform one; "use", the
+        share of those that are picked 0, 1, 2-3, 4-7, ..., 1024 times or more."""
         found = {"dead": [], "kl": [], "use": []}
 
         def look(retrieve, inputs, output):
@@ -668,8 +674,9 @@ class Model(nn.Module):
 
 def appendix_start(memory, table, generator):
     """Appendix 6: norm weights with which a score is 1 on average, and tables with which the
-    memory's output has the variance that eq. 25 gives to the FFN's. (Its derivation takes
-    SiLU's output as a normal kept positive: a SwiGLU as it is comes out 1.8 times smaller.)"""
+    memory's output has the variance that eq. 25 gives to the FFN's. (Eqs. 23-25 take SiLU's output
+    for a normal cut off at 0; a real SwiGLU's standard deviation is 1.8 times smaller.) The
+    appendix's k is our m."""
     c, r = memory.config, memory.retrieve
     x = torch.randn(512, c.n_embd, generator=generator, device=r.perm.device)
     scores = r(x)[0]
@@ -687,8 +694,8 @@ def appendix_start(memory, table, generator):
 
 def balance_loss(retrieval, s_row, s_col):
     """Eqs. 18-20 for rows plus columns, mean over heads: 1 + 1 where use is uniform. The frequency
-    is a share of the picks of stage 1; eq. 20's own, counts over tokens, is m_key times larger
-    (m_key*heads times, counted over heads)."""
+    is a share of stage 1's picks, as in the published code; eq. 20 prints a share of the tokens,
+    m_key times as much."""
     m_key = retrieval.config.m_key
     loss = 0
     for vector, s in ((retrieval.u, s_row), (retrieval.v, s_col)):
@@ -798,7 +805,11 @@ class PKM(nn.Module):
 
     @staticmethod
     def check_fields(c):
-        pass
+        c.check(c.top_k <= c.n_keys ** 2, "top_k n_keys", f"needs top_k <= {c.n_keys ** 2}")
+        c.check(c.memory == "memory+" or c.value_dim == c.n_embd, "memory value_dim n_embd",
+                "value_dim must be n_embd")
+        c.check(c.memory != "peer" or c.pre_value_dim == c.n_embd, "memory pre_value_dim n_embd",
+                "pre_value_dim must be n_embd")
 
     @staticmethod
     def n_weights(c):
@@ -886,7 +897,7 @@ class MoE(nn.Module):
     """Mixture of SwiGLU experts in the FFN's place (OLMoE; eq. 2), dropless: every expert runs on
     all tokens that chose it. Their number is data, so a compiled graph breaks here."""
 
-    fixed = dict(PLAIN, sparse_memory=False, value_lr=1.0)
+    fixed = dict(PLAIN, heads=1, key_dim=-1, pre_value_dim=0, sparse_memory=False, value_lr=1.0)
 
     def __init__(self, config, layer):
         super().__init__()
@@ -925,6 +936,8 @@ class MoE(nn.Module):
     def check_fields(c):
         c.check(c.top_k <= c.n_keys and c.n_inner % c.top_k == 0, "top_k n_keys n_inner",
                 "top_k of n_keys experts are used, and they divide n_inner")
+        width = 3 * c.n_embd * (c.n_inner // c.top_k)
+        c.check(c.value_dim == width, "memory value_dim", f"must be an expert's {width} numbers")
         c.check(c.init in ("published", "ffn"), "memory init", "choose published or ffn")
         c.check(":" not in c.memory_layers, "memory memory_layers",
                 "a MoE stands in its block's FFN's place: no reads:adds pairs")

@@ -397,7 +397,10 @@ class JSONTokenizer(BytesTokenizer):
     def encode_batch(self, texts):
         with reading(self.path, "has no token for a part of this text"):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        found = [encoding.ids for encoding in encodings]
+        need(not any(self.eot in ids for ids in found), f"{self.path}: a text spells the token "
+             f"that ends a text, number {self.eot}, which is not marked special there: mark it")
+        return found
 
     def decode(self, ids):
         return self.tokenizer.decode([int(i) for i in ids])

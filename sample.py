@@ -45,8 +45,8 @@ dtype = ""              # float32 | bfloat16, by autocast; empty: bfloat16 on a 
 inspect = False         # pictures of what the model's inspect() returns for the prompt
 words = ""              # of the prompt, by commas: those that --inspect looks at; empty: its last
 leaf = ""               # hierarchical memories: generic | none | a leaf; empty: the prompt's path
-block = ""              # and nodes that may not be entered: "level:node,..." or "best:level"
-embedder_path = ""      # folder of their embedder, where that is not installed
+block = ""              # theirs: closed nodes, "level:node,..."; best:level: the path's own there
+embedder_path = ""      # theirs: folder of the tree's embedder, where that is not installed
 _defaults = {key: value for key, value in globals().items()
              if key[0].islower() and isinstance(value, (int, float, str))}
 # -----------------------------------------------------------------------------
@@ -56,8 +56,8 @@ AT_LEAST = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, top_p=0
 # ----------------------------------------------------------------------------- model files
 
 class Hooks:
-    """What train.py and this file ask of a Model beside the required: a model has those it needs,
-    and of the others these, which do nothing. The table in train.py says what each is for."""
+    """The optional methods of a Model, as load_module() adds them where a model has none: they do
+    nothing. The table in train.py says what each is for."""
 
     def begin_step(self, step, max_iters):
         pass
@@ -138,7 +138,7 @@ PARTS = dict(model=dict, step=int, log=list, optimizers=list, config=dict, model
 
 def load_checkpoint(path, sums=False) -> dict:
     """A ckpt.pt, or its folder -> what train.py saved; the tensors stay in the file until used.
-    sums: compares the sums of all its parts first, for which it is read whole."""
+    sums: compares the checksums of all its parts first, for which it is read whole."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
     need(path.is_file(), f"no checkpoint {path}: train.py makes one, --out_dir= names another")
     with reading(path, "cannot be read, it is cut short or no checkpoint"):
@@ -156,8 +156,8 @@ def load_checkpoint(path, sums=False) -> dict:
 
 
 def assemble(path, ckpt):
-    """The model of a checkpoint, whose tensors it takes as they are: in the mapped file.
-    ConfigError if model_NAME.py no longer fits it."""
+    """A checkpoint -> its model on the CPU, with the checkpoint's own tensors, which are in the
+    mapped file. ConfigError if model_NAME.py no longer fits it."""
     name = ckpt["config"]["model"]
     module = load_module(name)
     with reading(path, f"does not fit model_{name}.py, which has changed since"):
@@ -181,9 +181,9 @@ def load_model(path, device) -> tuple:
 
 
 def load_start(path, module, fields, dataset=None) -> dict:
-    """Where --init_from=PATH begins: another run's checkpoint or a Hugging Face folder, made into
-    module's model by its start(), with the fields of its Config that were given. dataset: the data
-    folder that it is to learn."""
+    """--init_from=PATH, a run's checkpoint or a Hugging Face folder -> {"model_config", "model"},
+    as module's start() makes them. fields: those of Config that were given. dataset: the data
+    folder to train on, which must have the same tokens."""
     source = Path(path)
     if (source / "config.json").exists() and not (source / "ckpt.pt").exists():
         ckpt = load_hugging_face(source, module)
@@ -242,7 +242,8 @@ def find_tokenizer(path, data):
     file = tokenizer_file(path, data)
     name = data["tokenizer"]
     named = TOKENIZERS.get(name)
-    if named and named.vocab_size == data["vocab_size"]:        # else its folder has that name
+    # Of another size: a tokenizer.json from a folder that happens to be called gpt2 or bytes.
+    if named and named.vocab_size == data["vocab_size"]:
         return get_tokenizer(name)
     need(file or name in TOKENIZERS, f"{path} needs the tokenizer.json of its data folder "
          f"{data['folder']}, which has none: copy it beside the checkpoint")
@@ -299,10 +300,9 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
              generator=None, cached=True, **context):
     """
     idx (B, T) int64, 1 <= T <= block_size -> yields the next token of every row, (B,) int64,
-    max_new_tokens times; with `eot` only until every row has had it. When the context is full, its
-    last half is read again and opens a new one. A model whose new_cache() gives none reads the
-    whole context for every token, and so does any with cached=False. context: what forward() wants
-    beside.
+    max_new_tokens times; with `eot` only until every row has had it. When the context is full, it
+    goes on from the last half of it. Without a cache (new_cache() gives None, or cached=False) the
+    whole context is read for every token. context: more arguments of forward().
     """
     check_length(model, idx.size(1))
     block_size, room = model.config.block_size, idx.size(1) + max_new_tokens
@@ -319,7 +319,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
         else:
             logits, _ = model(idx[:, start:], **context)
         last = logits[:, -1].float()
-        if n == 0:                  # once, for it waits for a GPU
+        if n == 0:                  # only once: the CPU waits here for the GPU
             need(last.isfinite().all(),
                  "the model's output is not a number: take another checkpoint")
         token = choose(last, temperature, top_k, top_p, generator)
@@ -380,9 +380,9 @@ def word_tokens(tok, ids, word=""):
 @torch.inference_mode()
 def look(model, tok, text, word="", **context):
     """
-    What model.inspect() returns for a text, {name: (grid (rows, columns), axes, gate_v, by_word)}:
-    the mean over the tokens of a word and, where more than two axes are left, over heads. gate_v: 1
-    where column 0 is no slot but the gate on V itself, else 0. by_word: False where the grid is of
+    model.inspect() of a text, as pictures: {name: (grid (rows, columns), axes, gate_v, by_word)}.
+    grid: the mean over the tokens of `word` and, if more than two axes are left, over heads.
+    gate_v: 1 if column 0 is MoVE's gate on V and no slot, else 0. by_word: False if the grid is of
     the whole text. context: from prompt_context().
     """
     ids, seen = [tok.eot] + tok.encode(text), {}
@@ -478,7 +478,9 @@ def load_hugging_face(path, module) -> dict:
     tensors = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and fields["tied"]:
-            continue                # the embedding's
+            same = torch.equal(tensor, model.get_input_embeddings().weight)
+            need(same, f"{path}: its config.json ties head and embedding, but they differ")
+            continue
         for their_part, our_part in HUGGING_FACE.items():
             name = name.replace(their_part, our_part)
         tensors[name] = tensor
@@ -554,7 +556,7 @@ def main(argv):
     model, tok, ckpt = load_model(path, c.device)
     if c.prompt == "-":
         c.prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
-    # Of the command line too: what is no UTF-8 cannot be tokenised.
+    # From stdin or the command line: bytes that are no UTF-8 become U+FFFD.
     c.prompt = c.prompt.encode(errors="surrogateescape").decode(errors="replace")
     folder = path if path.is_dir() else path.parent
     places = (folder, ckpt["data"]["folder"])
@@ -567,7 +569,8 @@ def main(argv):
     check_length(model, 1 + len(tok.encode(c.prompt)))
     with torch.autocast(kind, torch.bfloat16, enabled=half):
         if c.inspect:
-            inspect_prompt(model, tok, c.prompt, c.words.split(","), folder, context)
+            words = [word.strip() for word in c.words.split(",")]
+            inspect_prompt(model, tok, c.prompt, words, folder, context)
             print(header, file=sys.stderr)
         else:
             print(header, file=sys.stderr)

@@ -366,6 +366,16 @@ def test_pydocs_parses_documentation_and_imports_nothing(tmp_path, monkeypatch):
     assert texts == pf.read_pydocs.__wrapped__(2)
 
 
+def test_an_end_of_text_that_a_text_can_spell_is_refused(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    words = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "b": 2}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "words.json"))
+    assert get_tokenizer(tmp_path / "words.json").encode("b a") == [2, 1]
+    with pytest.raises(ConfigError, match="words.json: a text spells the token that ends a text"):
+        get_tokenizer(tmp_path / "words.json").encode("a </s> b")
+
+
 def test_other_tokenizers_json(tmp_path, corpus):
     from tokenizers import Tokenizer, decoders, models, normalizers
     pieces = ["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "▁a"]
@@ -781,6 +791,13 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_kernels_tucker_picks_descend_with_cores_in_bfloat16(backend):
+    s_row, s_col = normal((20, 1, 2, 12), (20, 1, 2, 12), dtype=torch.float32)
+    u, v, core = normal((1, 2), (1, 2), (8, 1, 2, 2), dtype=torch.float32)
+    scores, _ = kernels.tucker_topk(s_row, s_col, u, v, core.bfloat16(), 12, 20)
+    assert (scores.sum(-1).diff(dim=-1) < 1e-5).all()
+
+
 def test_kernels_tucker_scores_are_fp32_whatever_matrix_products_are():
     *others, core = (t.requires_grad_() for t in tucker_inputs(torch.float32))
     with Operators() as seen:
@@ -1103,6 +1120,20 @@ def test_kernels_lazy_adam_of_a_transposed_table(backend, kind):
     assert_close(*(p.detach() for p in tables), rtol=0, atol=1e-6)
 
 
+@parametrize("kind", [kernels.LazyAdam, kernels.RowAdamW])
+def test_kernels_lazy_adam_refuses_a_gradient_sparse_in_columns(backend, kind):
+    p = torch.nn.Parameter(torch.ones(4, 2))
+    p.grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(ValueError, match="sparse in its rows alone"):
+        kind([p]).step()
+
+
+def test_kernels_gather_rows_takes_narrow_indices():
+    table = normal((5, 2), dtype=torch.float32)[0].requires_grad_()
+    kernels.gather_rows(table, torch.tensor([0, 2], dtype=torch.int32)).sum().backward()
+    assert table.grad.sum(1).tolist() == [2, 0, 2, 0, 0]
+
+
 def test_kernels_keep_coalesced_restores_the_mark_and_adds_equal_rows(backend):
     p = torch.nn.Parameter(torch.randn(20, 6))
     kernels.keep_coalesced(p)
@@ -1208,6 +1239,14 @@ def test_kernels_compile_without_a_graph_break_and_twice_for_varying_queries(bac
         expected = forward_and_gradients(every_operation, *inputs)
         close(forward_and_gradients(compiled, *inputs), expected, 2e-6)
     assert counter.frame_count == min(len(sizes), 2)
+
+
+def test_kernels_attention_compiles_for_varying_lengths():
+    torch._dynamo.reset()
+    compiled = torch.compile(kernels.attend, fullgraph=True, backend="aot_eager")
+    for T in (4, 5, 1):
+        q, k = normal((2, T, 4, 8), (2, T, 2, 8), dtype=torch.float32)
+        assert_close(compiled(q, k, k), kernels.attend(q, k, k))
 
 
 def test_kernels_row_sparse_gradients_are_one_graph_break():
@@ -3364,6 +3403,21 @@ def test_row_adamw_is_adamw_for_every_row_at_its_own_pace(backend):
     assert_close(table.data, torch.stack(alone).data, atol=1e-5, rtol=1e-5)
 
 
+def test_row_adamw_of_a_table_in_bfloat16(backend):
+    steps, start, values = 300, torch.ones(3, 4), torch.tensor([[0.0, 1.0, -2.0, 0.5]])
+    table, row = (torch.nn.Parameter(t) for t in (start.bfloat16(), start[1:2].clone()))
+    ours = kernels.RowAdamW([table], lr=0.01)
+    theirs = torch.optim.AdamW([row], lr=0.01, weight_decay=0.0)
+    for n in range(steps):
+        table.grad = kernels.coalesced(torch.tensor([1]), values.bfloat16(), table.shape)
+        row.grad = values
+        ours.step()
+        theirs.step()
+        if n == 2:
+            assert_close(table[1:2].float(), row, atol=0.02, rtol=0)
+    assert ours.state[table]["steps"].tolist() == [0, steps, 0]
+
+
 TOPICS = ("river boat water fish shore", "engine piston fuel wheel brake",
           "violin chord melody sonata tempo", "enzyme protein cell membrane acid")
 
@@ -3515,6 +3569,8 @@ def test_hiermem_a_start_keeps_the_anchor_and_refuses_another_models_checkpoint(
 move        n_kv_head=3             n_head=2, n_kv_head=3
 move        attention=mqa           attention='mqa': choose mha or mla
 move        attention=mla d_c=3     d_c=3, n_kv_head=2: d_c must be a multiple of n_kv_head
+move        d_c=4                   attention='mha', d_c=4, plain_keys=False: a latent's width
+move        plain_keys=True         plain_keys=True: a latent's width and keys need attention=mla
 move        memory=lave memory_scale=4      memory_scale=4.0: choose 1 or 2 for memory=lave
 lime        n_embd=34               n_embd=34, n_head=2: n_embd must be a multiple of 2*n_head
 lime        n_kv_head=3             n_head=2, n_kv_head=3
@@ -3534,6 +3590,8 @@ ultramem    memory_layers=2:1       memory_layers='2:1': give different
 ultramem    memory_layers=0:1:2     memory_layers='0:1:2': give different
 ultramem    memory_layers=x         memory_layers='x': give different
 ultramem    memory_layers=0:2/1:2   memory_layers='0:2/1:2': give different
+ultramem    memory=ultramem memory_layers=0:1,0:2       memory_layers='0:1,0:2': give different
+ultramem    memory_layers=0,0       memory_layers='0,0': give different
 ultramem    share=ring:5            share='ring:5'
 ultramem    share=ring:0            share='ring:0': give ring:g
 ultramem    share=ring:x            share='ring:x': give ring:g
@@ -3544,10 +3602,20 @@ ultramem    virtual=4 projectors=2  1 or as many
 ultramem    init=x                  init='x': choose published or appendix
 ultramem    memory=pkm share=ring:2         memory='pkm', share='ring:2': must be ''
 ultramem    memory=pkm pre_value_dim=4      pre_value_dim=4
+ultramem    memory=pkm value_dim=8          value_dim=8, n_embd=32: value_dim must be n_embd
+ultramem    memory=peer value_dim=8         value_dim=8, n_embd=32: value_dim must be n_embd
+ultramem    memory=peer pre_value_dim=0     pre_value_dim=0, n_embd=32: pre_value_dim must be
+ultramem    memory=pkm n_keys=3 top_k=16    top_k=16, n_keys=3: needs top_k <= 9
+ultramem    memory=memory+ n_keys=3 top_k=16        top_k=16, n_keys=3: needs top_k <= 9
+ultramem    n_keys=3 top_k=9 init=appendix  init='appendix', top_k=9, n_keys=3: init=appendix
 ultramem    memory=ultramem memory_layers=all init=appendix     init='appendix'
 ultramem    memory=moe init=appendix        choose published or ffn
 ultramem    memory=moe sparse_memory=True   sparse_memory=True
 ultramem    memory=moe value_lr=4.0         value_lr=4.0
+ultramem    memory=moe heads=2              heads=2: must be 1 for this memory
+ultramem    memory=moe key_dim=8            key_dim=8
+ultramem    memory=moe pre_value_dim=8      pre_value_dim=8
+ultramem    memory=moe value_dim=8          value_dim=8: must be an expert's 1536 numbers
 ultramem    memory=moe top_k=65             top_k=65
 ultramem    memory=moe memory_layers=0:1    memory_layers='0:1'
 ultramem    key_dim=4000            make the memory smaller
@@ -3561,6 +3629,7 @@ midus       phase=rl                phase='rl'
 midus       placement=llama-pro     placement='llama-pro': choose one of ['distributed', 'top
 midus       upscale=llama_pro placement=top-heavy   placement='top-heavy'
 midus       upscale=lesa queries=residual   queries='residual': these kinds of memory
+midus       upscale=lesa value_lr=3.0       upscale='lesa', value_lr=3.0: only memory blocks
 midus       memory=pkm queries=out_proj     Table 11's queries need memory=hml
 midus       upscale=base inserted=2         inserted=2
 midus       inserted=4              inserted=4
@@ -3746,6 +3815,17 @@ def test_a_resumed_run_takes_the_saved_value_where_minus_1_is_given(tiny, tmp_pa
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["tokens"] == 3 * 128
     assert [run["config"][key] for key in ("depth", "optimizer")] == [1, "adamw"]
+
+
+def test_a_resumed_run_ends_where_it_was_to_end_and_lets_go_of_its_checkpoint(
+        tiny, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt_at(4, patch)
+        tiny("--max_iters=6 --eval_interval=2 --optimizer=adamw", expect="--init_from=resume")
+    run = tiny("--init_from=resume --max_iters=-1 --eval_interval=-1")
+    assert (run["step"], run["eval_interval"]) == (6, 2)
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or f"{tmp_path}/ckpt.pt" not in maps.read_text()
 
 
 def test_a_run_that_ends_where_it_was_stopped_is_evaluated_there(tiny, tmp_path, monkeypatch):
@@ -4045,6 +4125,18 @@ def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monk
     assert re.search(f"(?m)^cpu, {wanted} .* at {speedup} of float32's", text)
     for part in ("(50257, 48, 768)", "GiB", "bank.table"):
         assert part in text
+
+
+def test_a_dry_run_counts_moments_of_what_is_trained_alone(capsys):
+    flags = "--model=midus --preset=llama3.2_1b --dry_run=True --device=cpu"
+    train(flags, "--phase=cpt", expect="0")
+    preset = model_midus.PRESETS["llama3.2_1b"]
+    config = model_midus.Config(**{**preset, "vocab_size": 50257}, phase="cpt")
+    with torch.device("meta"):
+        model = model_midus.Model(config)
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert f"{(4 * total + 8 * trained) / 2 ** 30:.2f} GiB" in capsys.readouterr().out
 
 
 def test_losses_in_bfloat16_are_those_in_float32(tiny, tmp_path):
@@ -4377,7 +4469,7 @@ def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, monkeypatc
 
 
 def test_inspect_draws_gates(trained):
-    run_sample("--inspect=True", "--words=memory,a", out_dir=trained, prompt=PROMPT[:-1])
+    run_sample("--inspect=True", "--words=memory, a", out_dir=trained, prompt=PROMPT[:-1])
     assert (trained / "inspect_gates.png").read_bytes()[:4] == b"\x89PNG"
     model, tok, _ = sample.load_model(trained, "cpu")
     ids = [tok.eot] + tok.encode(PROMPT)
@@ -4475,6 +4567,19 @@ def test_a_hugging_face_model_that_a_file_does_not_compute(tmp_path):
     _, path = write_llama(tmp_path / "hf", "qwen2")
     with pytest.raises(ConfigError, match="model_lime.py has no qkv_bias, which this model needs"):
         sample.load_start(path, sample.load_module("lime"), {})
+
+
+def test_a_hugging_face_head_that_is_only_said_to_be_the_embedding(tmp_path):
+    from safetensors.torch import load_file, save_file
+    theirs, path = write_llama(tmp_path / "hf", tie_word_embeddings=True)
+    file, embedding = path / "model.safetensors", theirs.get_input_embeddings().weight.detach()
+    for change in (0, 1):
+        save_file(load_file(file) | {"lm_head.weight": embedding + change}, file, {"format": "pt"})
+        if change:
+            with pytest.raises(ConfigError, match="ties head and embedding, but they differ"):
+                sample.load_start(path, model_midus, {})
+        else:
+            sample.load_start(path, model_midus, {})
 
 
 APART = "kernels or two_processes or torchrun"                         # half the time of this file

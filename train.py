@@ -10,8 +10,10 @@ Train one of nanoMem's models on one GPU, several, or a CPU. One column: read it
 
 The globals below are the configuration. `--key=value` overrides one; a key that is not here but is
 a field of the model's Config (--memory_scale=4) goes there; --help lists all (--help --model=lime:
-that model's too). A positional argument is a Python file of such assignments. Precedence: globals <
-the model's RECIPE < file < command line.
+that model's too). In the comments "a | b" are the choices or, of a number, its automatic value on a
+CPU | on CUDA; -1 and "" are automatic; RECIPE: the model's own value comes before the one here. A
+positional argument is a Python file of such assignments. Precedence: globals < the model's RECIPE <
+file < command line.
 
 A model file has Config with from_depth, PRESETS, DENSE, RECIPE and Model with init_weights,
 forward, param_groups, param_counts and flops_per_token. It may have six hooks; load_module() in
@@ -19,15 +21,17 @@ sample.py fills in what is missing:
 
     hook                                             for                                     default
     Model.begin_step(step, max_iters)                before every update                     nothing
-    Model.training_context(context, seed, rows)      more arguments of forward(), from       {}
-                                                     what the data knows of a batch's rows
-                                                     (None in evaluation: nothing is drawn)
+    Model.training_context(context, seed, rows)      more arguments of forward(). context:   {}
+                                                     what the data has of a batch; rows:
+                                                     its numbers in the run, None in
+                                                     evaluation, where nothing is drawn
     Model.prompt_context(text, folders, leaf,        the same for sample.py's prompt,        {}, ""
                          block, embedder_path)       and a line that says so
     Model.new_cache(batch_size, max_len)             decoding                                None
     Model.inspect(idx, **prompt_context's)           {name: (tensor, axes)}, pictures        {}
     start(path, ckpt, fields), of the module         what --init_from's checkpoint becomes   as is
 """
+import copy
 import json
 import math
 import os
@@ -39,6 +43,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+# need(condition, message) or the user sees that line; reading(path), naming(path): what goes wrong
+# inside is reported with the path.
 from prepare_fineweb import (ConfigError, TokenShards, configure, find_dataset, get_tokenizer,
                              guard, help_text, load_meta, load_token_bytes, lock, naming, need,
                              reading, run_file)
@@ -56,7 +62,6 @@ from sample import (assemble, generate, load_checkpoint, load_module, load_start
                     pick_device, write_checkpoint)
 
 # ---------------------------------------------------------------- configuration
-# numbers: on a CPU | on CUDA; words: the choices; -1 and "" choose by themselves
 model = "move"              # `cp model_move.py model_mine.py` makes --model=mine
 preset = ""                 # a row of the model's PRESETS, such as d12 (or depth)
 depth = -1                  # 4 | 12: layers, width 64*depth
@@ -71,8 +76,8 @@ batch_tokens = -1           # 1024 | 131072: tokens per optimizer step, all GPUs
 skip_steps = 0              # batches to pass over: those of an earlier phase on the same data
 max_iters = -1              # 128 | about 10 tokens per dense parameter, at most 4 epochs
 optimizer = ""              # muon | adamw; "": the first of the model's RECIPE
-muon_lr = 0.02              # of Linear layers but the head, where RECIPE has no muon (MoVE's has)
-learning_rate = 1e-3        # RECIPE: the model's own comes before the value here, as below
+muon_lr = 0.02              # of Linear layers but the head, if the model has no RECIPE for muon
+learning_rate = 1e-3        # at its highest; RECIPE
 min_lr = 0.0                # where the schedule ends
 schedule = "cosine"         # cosine | wsd (constant, then down linearly); RECIPE
 warmup = 0.02               # fraction of the run over which the rate rises; RECIPE
@@ -99,6 +104,11 @@ FIXED = ("model", "preset", "depth", "dense", "block_size", "seed", "batch_token
          "optimizer")
 OUTPUTS = ("ckpt.pt", "log.jsonl", "result.json", "loss.png", "tokenizer.json", "retriever.npz")
 
+# ---------------------------------------------------------------- what was asked for
+assigned = {}                                      # what config files assign, of any type
+options = [argument for argument in sys.argv[1:] if argument.startswith("-")]
+files = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+
 
 def flags_of(path):
     """A config file's assignments as flags; a file with `variants` is an experiment, and runs."""
@@ -119,10 +129,6 @@ def automatic(value, cpu, cuda):
     return cuda if gpu else cpu
 
 
-# ---------------------------------------------------------------- what was asked for
-assigned = {}                                      # what config files assign, of any type
-options = [argument for argument in sys.argv[1:] if argument.startswith("-")]
-files = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 flags = sum(map(flags_of, files), []) + options
 names = [flag.removeprefix("--model=") for flag in flags if flag.startswith("--model=")]
 module = load_module([model, *names][-1])
@@ -187,8 +193,9 @@ if resume:                                         # the run that stopped decide
         same = value in (-1, "", saved.get(key)) or key in defaults and key not in FIXED
         need(same, f"{key}={value}: the checkpoint has {key}={saved.get(key)}; give that, or start "
              "from scratch")
-    assemble(out, ckpt)                            # or model_NAME.py has changed since
-    here = {"out_dir", "init_from", "device", *given} - {*FIXED}      # -1 too is the saved one
+    assemble(out, ckpt)                            # an error if model_NAME.py has changed since
+    here = {key for key, value in given.items() if value not in (-1, "")} - {*FIXED}
+    here |= {"out_dir", "init_from", "device"}     # these are not the saved ones
     globals().update({key: saved[key] for key in defaults if key in saved and key not in here})
     done = max_iters < ckpt["step"] or max_iters == ckpt["step"] and (out / "result.json").exists()
     need(not done, f"{out}/ckpt.pt is of step {ckpt['step']} and max_iters={max_iters}: give a "
@@ -290,7 +297,7 @@ show(f"{device}, {dtype} ({why})")
 if dry_run:
     for name, p in raw.named_parameters():
         show(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")
-memory = 12 * counts["total"]
+memory = sum((12 if p.requires_grad else 4) * p.numel() for p in raw.parameters())
 show(f"{memory / 2 ** 30:.2f} GiB for weights and Adam's moments; gradients and activations on top")
 if dry_run:
     sys.exit(0)
@@ -342,6 +349,7 @@ with reading(out / "ckpt.pt" if resume else init_from):
     if resume:
         for o, state in zip(optimizers, ckpt["optimizers"], strict=True):
             now = o.state_dict()["param_groups"]               # rates and decays are this run's
+            state = copy.deepcopy(state)           # out of the mapped file, which save() replaces
             o.load_state_dict({**state, "param_groups": now})
         torch.set_rng_state(ckpt["rng"])
         step, progress = ckpt["step"], ckpt["train"]
@@ -351,7 +359,7 @@ ckpt = None                                        # its tensors are copied
 net, parallel = raw, None
 if world > 1 and any(p.requires_grad and p not in sparse for p in raw.parameters()):
     from torch.nn.parallel import DistributedDataParallel as DDP
-    left_out = [name for name, p in raw.named_parameters() if p in sparse]     # average_sparse
+    left_out = [name for name, p in raw.named_parameters() if p in sparse]     # see train_step
     DDP._set_params_and_buffers_to_ignore_for_model(raw, left_out)
     net = parallel = DDP(raw, device_ids=[local_rank] if gpu else None)
 if compile:
@@ -371,8 +379,8 @@ def over_processes(tensor):
 
 
 def get_batch(step):
-    """This process's part of the batch of update `step`: a pure function of (seed, global row),
-    whatever the split -> x, y (B, T), context"""
+    """This process's part of the batch of update `step` -> x, y (B, T), context. A row depends on
+    seed and its number alone: any number of processes trains on the same batches."""
     share = n_sequences // world
     first = (skip_steps + step) * n_sequences + rank * share
     rows = range(first, first + share)
@@ -489,10 +497,10 @@ def must_be_finite(value, what):
 
 
 def begin_output():
-    """What an earlier run has left moves aside, but not beside an older checkpoint if it saved none
-    itself: that one needs its own tokenizer; and nothing of an older run stays beside its
-    checkpoint. What sample.py wants of the data comes here. On resume the log ends at the
-    checkpoint: what came after is done again."""
+    """An earlier run's files become previous-NAME, and what sample.py needs of the data, tokenizer
+    and tree of topics, is copied. All previous- files are of one run: of an earlier run that saved
+    no checkpoint the files are deleted, and those of the run before it stay. On resume the log is
+    cut at the checkpoint: what came after is done again."""
     if resume:
         (out / "result.json").unlink(missing_ok=True)
         (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
@@ -558,7 +566,7 @@ def interrupted(number, frame):
 
 
 def leave(message=""):
-    """The end of a process; gloo's threads now and then abort the interpreter's own way out."""
+    """The end of this process; os._exit, because gloo's threads sometimes crash a normal one."""
     if locked is not None:
         locked.close()
     if world > 1:
@@ -579,7 +587,7 @@ if resume and master:
     begin_output()
 if compile:                                        # before the clock runs: gradients, thrown away
     buffers = [(b, b.clone()) for b in raw.buffers()]              # a batch norm's statistics
-    for n in (step, step + 1):                     # twice: two batches differ in distinct tokens
+    for n in (step, step + 1):                     # the second has more or fewer distinct tokens
         forward_backward(*get_batch(n))
         raw.zero_grad(set_to_none=True)
     for b, before in buffers:
