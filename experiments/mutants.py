@@ -99,7 +99,7 @@ MUTANTS = [
     ("kernels.py", "return (grad * r).mul_(2)", "return grad * r", "test_move_equals"),
     ("kernels.py", "d_b = torch.dot(g, y.reshape(-1))", "d_b = torch.dot(g, x.reshape(-1))",
      "test_move_equals"),
-    ("kernels.py", "index_copy_(0, rows, grad)", "index_copy_(0, rows, 2 * grad)",
+    ("kernels.py", "index_copy_(0, rows.long(), grad)", "index_copy_(0, rows, 2 * grad)",
      "test_move_equals"),
     ("kernels.py", "    row = pick_ranks(s_row, rows)",
      "    row = pick_ranks(s_row.detach(), rows)", "test_ultramem_equals_its_equations"),
