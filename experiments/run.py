@@ -593,12 +593,14 @@ def read_rows(file):
     return rows
 
 
-def check_data(rows, file, data_id):
-    """Rows of one data folder must have one data_id; a variant's own `dataset` is another one."""
-    seen = {"": {data_id}} if data_id else {}
+def check_data(rows, file, dataset):
+    """Rows of one data folder must have one data_id, the present one if `dataset` is given; a
+    variant's own folder is another one."""
+    seen = {}
     for row in rows:
-        dataset = row["overrides"].get("dataset", "")
-        seen.setdefault(dataset, set()).add(str(row["data_id"]))
+        own = row["overrides"].get("dataset", "@")
+        now = data_id_of(own.replace("@", dataset)) if dataset else ""
+        seen.setdefault(own, {now} - {""}).add(str(row["data_id"]))
     for ids in seen.values():
         need(len(ids) == 1, f"results on different data (data_id {', '.join(sorted(ids))}) are "
              f"never mixed: move {file.relative_to(ROOT)} and the runs of the other data in out/ "
@@ -625,7 +627,7 @@ def make_way(file, data_id):
         aside(data_id).rename(file)
 
 
-def collect(exp, opt, runs, file, data_id=""):
+def collect(exp, opt, runs, file, dataset=""):
     """Bring the results file up to date. -> {variant: {seed: row}} of the present settings."""
     rows = read_rows(file)
     known = current(exp, opt.scale, rows)
@@ -640,7 +642,7 @@ def collect(exp, opt, runs, file, data_id=""):
             if run.start and memo.exists() and memo.read_text() == memo_of(run):
                 row["start"] = list(run.start)
             rows[run.name, run.seed] = row
-    check_data(rows.values(), file, data_id)
+    check_data(rows.values(), file, dataset)
     file.parent.mkdir(exist_ok=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows.values())
     new = file.with_name(f"{file.stem}.{os.getpid()}.tmp")
@@ -962,9 +964,9 @@ def main(path, argv, dataset=""):
     runs = []
     code = 0
 
-    def report(data_id=""):
+    def report(dataset=""):
         with reading(results):
-            rows = collect(exp, opt, runs, results, data_id)
+            rows = collect(exp, opt, runs, results, dataset)
             text = table(exp, opt, rows)
         results.with_suffix(".md").write_text(text, encoding="utf-8")
         return rows
@@ -978,10 +980,9 @@ def main(path, argv, dataset=""):
         for run in runs:
             check_begun(run)
             check_free(run)
-        data_id = data_id_of(dataset)
         with reading(results):
-            make_way(results, data_id)
-        known = recorded(runs, report(data_id))                 # refuses other data before it runs
+            make_way(results, data_id_of(dataset))
+        known = recorded(runs, report(dataset))                 # refuses other data before it runs
         for number in (signal.SIGINT, signal.SIGTERM):          # a shell's & ignores SIGINT
             signal.signal(number, signal.default_int_handler)
         try:

@@ -360,6 +360,10 @@ def test_a_run_begun_with_other_settings_or_data_is_not_continued(finished, lab)
     message = "different data .data_id id-b, id-new. are never mixed: move experiments/results/toy"
     with pytest.raises(ConfigError, match=message):
         runner.main(finished, [])
+    (lab / "data/new/meta.json").write_text('{"data_id": "id-new"}')
+    (lab / "data/new_old/meta.json").write_text('{"data_id": "id-c"}')     # that of "far" alone
+    with pytest.raises(ConfigError, match="different data .data_id id-c, id-new_old. are never"):
+        runner.main(finished, [])
     assert len(calls(lab)) == 14                               # refused before the first run
 
 
