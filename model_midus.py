@@ -722,7 +722,8 @@ class UltraMemMemory(PKMMemory):
     """UltraMem: implicit value expansion. 4 n*n virtual slots share n*n rows of width d/4; the
     slot's number says which of four matrices takes its row to width d. The paper prints only +1.29B
     at 8B, which these shapes give; both sizes, the number of sub-keys, softmax as in the other
-    memories and no auxiliary loss are our choice."""
+    memories, one core, no norms, no shuffle (a quarter of the rows has a matrix) and no auxiliary
+    loss are our choice."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -799,11 +800,10 @@ def align(A, B):
     return torch.from_numpy(columns).to(A.device)
 
 
-def fill_opt_deus(new, blocks, places):
+def fill_opt_deus(new, blocks, places, share=lambda rows: 1):
     """The mean of the two neighbours after the neurons of the lower, A, are put in the order of the
-    upper's, B. The assignment is exact; the published one is a Sinkhorn plan whose columns sum to
-    1/rows, which leaves almost nothing of A: B/2 (of the MLP's norm A/4 + B/2). Then the output
-    projections are set to zero, so that the block adds nothing."""
+    upper's, B. Then the output projections are set to zero, so that the block adds nothing. share:
+    of a matrix of so many rows, what is taken of A's."""
     for block, i in zip(new, places):
         A = dict(blocks[i - 1].state_dict())
         B = blocks[i].state_dict()
@@ -811,14 +811,21 @@ def fill_opt_deus(new, blocks, places):
             order = align(A[f"{name}.weight"], B[f"{name}.weight"])
             for key in (f"{name}.weight", f"{name}.bias"):
                 if key in A:
-                    A[key] = A[key][order]
+                    A[key] = A[key][order] * share(len(order))
         norm = A["mlp_norm.weight"]                            # order is W_O's now, whose output
-        A["mlp_norm.weight"] = (norm[order] + norm) / 2        # the MLP reads: (P_o + I)/2
+        P_o_norm = norm[order] * share(len(order))             # the MLP reads: (P_o + I)/2
+        A["mlp_norm.weight"] = (P_o_norm + norm) / 2
         for name in ("mlp.gate.weight", "mlp.up.weight"):
-            weight = A[name][:, order]
-            A[name] = weight[align(weight, B[name])]
+            weight = A[name][:, order] * share(len(order))
+            A[name] = weight[align(weight, B[name])] * share(len(weight))
         block.load_state_dict(mean(A, B))
         silence(block)
+
+
+def fill_opt_deus_published(new, blocks, places):
+    """The published code's (voalmciaf/OpT-DeUS): the columns of its Sinkhorn plan sum to 1/rows, so
+    that almost nothing of A is left: B/2 (of the MLP's norm A/4 + B/2). Our plan is exact."""
+    fill_opt_deus(new, blocks, places, share=lambda rows: 1 / rows)
 
 
 def fill_lesa(new, blocks, places):
@@ -876,5 +883,6 @@ METHODS = {
     "llama_pro": (place_llama_pro, fill_llama_pro),
     "avg_deus": (place_gaps, fill_avg_deus),
     "opt_deus": (place_gaps, fill_opt_deus),
+    "opt_deus_published": (place_gaps, fill_opt_deus_published),
     "lesa": (place_gaps, fill_lesa),
 }

@@ -2890,7 +2890,7 @@ def test_midus_table_11_structures_make_these_queries(kind):
     "", "placement=top-heavy memory=pkm",
     "memory=ultramem", "memory=linear",
     "queries=batch_norm", "queries=out_proj",
-    "upscale=llama_pro", "upscale=opt_deus",
+    "upscale=llama_pro", "upscale=opt_deus", "upscale=opt_deus_published",
 ])
 @torch.no_grad()
 def test_midus_step_0_logits_equal_the_bases_bit_for_bit(fields):
@@ -2936,6 +2936,19 @@ def test_opt_deus_puts_the_lower_neurons_in_the_upper_ones_order():
     upper.attn_norm.weight.copy_((upper.attn_norm.weight + 3) / 2)
     model_midus.silence(upper)
     assert_close(new.state_dict(), upper.state_dict())
+
+
+@torch.no_grad()
+def test_opt_deus_as_published_is_half_of_the_upper_block():
+    base = midus_base()
+    lower, upper = base.blocks[3], base.blocks[4]
+    new = midus_grown("opt_deus_published", base, inserted=2).inserted[0]
+    assert_close(new.mlp_norm.weight,
+                 lower.mlp_norm.weight / 4 + upper.mlp_norm.weight / 2, atol=0.02, rtol=0)
+    for name in ("attn.W_Q.weight", "attn.W_V.weight", "mlp.up.weight"):
+        theirs, ours = upper.get_parameter(name), new.get_parameter(name)
+        left = (ours - theirs / 2).norm(dim=1) / lower.get_parameter(name).norm(dim=1).mean()
+        assert 0 < left.mean() < 1 / len(ours)
 
 
 def test_lesa_learns_to_tell_a_block_from_its_neighbours():
