@@ -867,10 +867,10 @@ class PEER(PKM):
 # ---------------------------------------------------------------- the mixture of experts
 
 class MoEGate(nn.Module):
-    """A token's top_k of n_keys experts (eq. 1) by softmax, not renormalised, with OLMoE's z loss
-    and its load balance, the latter a mean over layers. Eight gates of 64 are far from 1 in sum, so
-    that a MoE starts much smaller than the FFN (26 times at width 256); init="ffn" starts as large,
-    by gates of 1 in the mean over those picked."""
+    """A token's top_k of n_keys experts (eq. 1) by softmax, not renormalised, with OLMoE's load
+    balance and z loss, both a mean over layers (its code divides the latter by top_k, too). Eight
+    gates of 64 are far from 1 in sum, so that a MoE starts much smaller than the FFN (26 times at
+    width 256); init="ffn" starts as large, by gates of 1 in the mean over those picked."""
 
     def __init__(self, config):
         super().__init__()
@@ -890,7 +890,8 @@ class MoEGate(nn.Module):
         visits = torch.bincount(experts.flatten(), minlength=c.n_keys)
         balance = c.n_keys * (visits / experts.numel() * probability.mean(0)).sum()
         z = logits.logsumexp(-1).square().mean()
-        return weights[..., None], experts, 0.01 / c.n_layer * balance + 0.001 * z
+        aux = (0.01 * balance + 0.001 * z / c.top_k) / c.n_layer
+        return weights[..., None], experts, aux
 
 
 class MoE(nn.Module):

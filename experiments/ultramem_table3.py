@@ -23,8 +23,9 @@ appendix's start and few slots are worse is our guess, not a claim of the paper.
 
 The published warm-up is 2% of a run; of 1,000 steps that is too few, so here it is 100. The
 published rate is 4e-4; on a CPU's scale everybody has the best of ultramem_rates.py, which is
-1.6e-3 but for MoE-8 (3.2e-3, the highest there), MoE-8 as FFN and UltraMem (8e-4). "at 0.0008" is
-half of it: the best of a shorter run need not be this one's; MoE-8 as FFN was as good at 1.6e-3.
+1.6e-3 but for UltraMem (8e-4), MoE-8 (3.2e-3, the highest) and MoE-8 as FFN (8e-4, no better than
+1.6e-3); these two were swept with too strong a z loss (results/ultramem_moe_z_rates-cpu.md). "at
+0.0008" is half of it: the best of a shorter run need not be this one's.
 """
 model = "ultramem"
 metric = "val_loss"
