@@ -227,6 +227,7 @@ def find_words(folder, tok, block_size, count):
 
 def separability(model, tok, folder, c):
     """Accuracies of the four-way classifier: {kind: over layers [of each fold]}."""
+    need(c.occurrences > 1, f"occurrences={c.occurrences}: five folds need at least 2 of each word")
     rows, places = find_words(folder, tok, model.config.block_size, c.occurrences)
 
     def at_words(n, z):

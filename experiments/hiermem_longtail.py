@@ -67,6 +67,8 @@ WITH_BANK = ("memories", "co-trained")
 
 def ask_again(rows, scale):
     """({"NAME, generic", "NAME, none": {seed: recall}}, the data folder) of the banks' models."""
+    import torch
+
     import sample
     found = {}
     folder = None
@@ -77,7 +79,9 @@ def ask_again(rows, scale):
             folder = run.ROOT / ckpt["config"]["dataset"]
             for blocks, leaf in (("generic", -1), ("none", None)):
                 by_seed = found.setdefault(f"{name}, {blocks}", {})
-                by_seed[seed] = recall(net, folder, leaf)
+                half = ckpt["config"]["dtype"] == "bfloat16"   # as the row's own recall
+                with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                    by_seed[seed] = recall(net, folder, leaf)
     need(folder, "no model with a bank has run yet")
     return found, folder
 

@@ -13,12 +13,11 @@ multiply that. "values 30x" gives them 30 times the rate. The paper's memories k
 to the end; "annealed" lets theirs fall with the others', for a value is read here 64 times a step,
 there 4,096 times, and a rate that stays high is noisier. "values at 0.06" have that rate whatever
 the others': those of "values 30x" at 2e-3. "base on old" is what as many tokens of the old text
-would still give the base.
+would still give the base; its val_loss is that of the old text, too.
 
 Starts from midus_table1.py's base: `python train.py experiments/midus_table1.py --only=base
 --seeds=1`.
 """
-from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 
@@ -59,9 +58,12 @@ for rate in RATES[:2]:
 def learned(price, points):
     """How much lower the new text's loss is where the old text's is higher by `price` than at the
     first of the points (old, new), the untouched base."""
-    old, new = zip(*sorted(points))
-    gain = accumulate((points[0][1] - loss for loss in new), max)
-    return np.interp(price, np.array(old) - points[0][0], list(gain))
+    kept = []
+    for old, new in sorted(points):
+        if not kept or new < kept[-1][1]:                       # else another forgets and has less
+            kept.append((old, new))
+    old, new = np.array(kept).T
+    return np.interp(price, old - points[0][0], points[0][1] - new)
 
 
 def names_of(title):

@@ -19,6 +19,7 @@ forgets more; the rows "at 0.002" are three of that file's, four times as long, 
 
 There is one base; the seeds are those of what comes after. "base on old" is what as many tokens of
 the old domain would still have given the base: if more than 0.01, it was not trained to its end.
+The val_loss of these two, "base" and "base on old", is that of the old text, too.
 data/edu is a folder of records {"text", "source"}, data/blimp one of BLiMP's sets.
 
 "OpT-DeUS" puts neurons in order, as its paper says; its published code, from which the paper's

@@ -1190,7 +1190,7 @@ def test_learned_for_what_is_forgotten():
     whoever forgets less than nothing learns for nothing."""
     untouched = (3., 5.)
     points = [untouched, (3.1, 4.8), (3.2, 4.9), (3.3, 4.4)]
-    for price, gain in ((0, 0), (0.05, 0.1), (0.1, 0.2), (0.2, 0.2), (0.25, 0.4), (9, 0.6)):
+    for price, gain in ((0, 0), (0.05, 0.1), (0.1, 0.2), (0.2, 0.4), (0.25, 0.5), (9, 0.6)):
         assert midus_rates.learned(price, points) == approx(gain)
     assert midus_rates.learned(0, [untouched, (2.9, 4.8)]) == approx(0.2)
     rows = {name: {0: dict(retention_loss=3.2, val_loss=4.6)} for name in midus_rates.variants}

@@ -42,7 +42,7 @@ WARMUP = 3                    # steps that do not count
 
 
 def lowered():
-    """As train.py computes on this device."""
+    """As train.py computes on a GPU; fp32 on a CPU."""
     return torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda")
 
 

@@ -106,7 +106,7 @@ for title, name in models.items():
     variants[dense] = (dict(keys_of(dense, name), dense=True), None)
     variants[title] = (keys_of(title, name), None)
     baseline[title] = dense
-variants["MoVE bank x1"] = (keys_of("MoVE dense", "move"), None)
+variants["MoVE bank x1"] = (dict(keys_of("MoVE dense", "move"), gpu=None), None)
 baseline["MoVE bank x1"] = "MoVE dense"
 started = {
     "MIDUS base": dict(dense=True),
@@ -158,7 +158,8 @@ def step_ratio(title, scale, keys):
 
 
 def decode_ratio(title, scale, device):
-    """Time of 64 tokens after a prompt of 128, in units of the baseline's, measured by turns."""
+    """Time of a prompt of 128 and 64 tokens after it, the making of the cache included, in units of
+    the baseline's, measured by turns."""
     names = (title, baseline[title])
     nets = [sample.load_model(folder_of(name, scale), device)[0] for name in names]
     times = ([], [])
