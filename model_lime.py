@@ -488,7 +488,8 @@ class PerDim(Router):
 
 class Dynamic(Router):
     """R_t = R + W x_t (Appendix E). The paper prints no formula: weights come from "projecting the
-    current hidden state (queries) against per-layer, per-head learnable keys". Ours are: x_t is
+    current hidden state (queries) against per-layer, per-head learnable keys". (The published code
+    has an older one, of hidden states: softmax(W x), W at the routers' rate.) Ours are: x_t is
     the key's token, so that routed keys can be cached; the static R; W starts at 0. W is a
     Parameter, not a Linear: train.py's --optimizer=muon takes those, in steps too large for a
     mixture."""

@@ -30,8 +30,9 @@ heads, and a value vector has d_kv = H_kv d_h numbers.)
 What to compare it with (below the fold): LaVE, a table of value embeddings for every second layer
 (eq. 6), and both of them inside Multi-head Latent Attention (eq. 7). The backbone is nanochat's of
 January 2026: norms without weights, rotary embeddings, normed queries and keys, relu^2, untied
-embeddings, soft-capped logits, full attention, and x = resid_lambda * x + x0_lambda * x0 before
-each block, where x0 is the normed embedding.
+embeddings, soft-capped logits, full attention (from the 11th on three layers of four there see half
+of the context), and x = resid_lambda * x + x0_lambda * x0 before each block, where x0 is the normed
+embedding.
 
     python train.py --model=move --depth=4 --memory_scale=4     # x4; --dense=True: without a memory
 """
@@ -391,8 +392,10 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """nanochat's groups and rates (optimizer "muon"), or the same groups at rates of our own
-        (AdamW). All are ratios to learning_rate, the matrices' rate. nanochat's Muon decays a
-        weight only where the update shrinks it anyway; ours, torch's, decays every weight."""
+        (AdamW). All are ratios to learning_rate, the matrices' rate. Ours is torch's Muon: every
+        weight decays (nanochat's only where the update shrinks it anyway), without its variance
+        reduction and Polar Express. nanochat also multiplies all rates by sqrt(batch_tokens /
+        524288); here a rate is what is given."""
         def group(params, kind, ratio, decay=0.0):
             return dict(params=params, kind=kind, lr=ratio * learning_rate, weight_decay=decay,
                         schedule=True)
@@ -483,7 +486,8 @@ class LatentAttention(nn.Module):
 
     The paper does not say from which of the two keys are made: c_S is used "for the final
     projection", and is what the cache stores. So here keys, too, are made from c_S. (plain_keys:
-    from c, and the cache holds both.) The paper absorbs W_UV into W_O; here values are made."""
+    from c, and the cache holds both.) Nor does it say whether c is normed, as in DeepSeek-V2; here
+    it is not. The paper absorbs W_UV into W_O; here values are made."""
 
     def __init__(self, config, layer):
         super().__init__()

@@ -45,7 +45,8 @@ def read_records(path):
 
 
 def to_record(row, where):
-    """An instruction with its answer -> {"prompt", "answer"}, in Alpaca's layout."""
+    """An instruction with its answer -> {"prompt", "answer"}, in Alpaca's layout without its
+    preamble."""
     need(isinstance(row, dict), f"{where}: a record must be an object, not {str(row)[:60]}")
     given = row.get("input") or row.get("context") or ""        # Alpaca's names, Dolly's names
     answer = row.get("output") or row.get("response", row.get("output"))
