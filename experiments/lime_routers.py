@@ -2,9 +2,9 @@
 
 The paper's numbers are the log of its perplexities at 150M parameters, from two tables whose
 LLaMAs differ by 0.0006 and LIMes by 0.0009. Its first-j there also reads the layer before. It
-prints no losses of DenseFormer and Hyper-Connections (the order claimed here is that of the mean accuracies in its
-Table 1), of its dynamic routers (here they are added to a static one), nor of its findings on the
-routers' start, rate and decay.
+prints no losses of DenseFormer and Hyper-Connections (the order claimed here is that of the mean
+accuracies in its Table 1), of its dynamic routers (here they are added to a static one), nor of its
+findings on the routers' start, rate and decay.
 
 Routers learn at the paper's 1e-2, "slow routers" at a tenth of that, as in its Table 3. "router
 decay" shrinks them as much over the run as in the paper's 20,000 steps. All else learns at LIMe's
