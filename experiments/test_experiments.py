@@ -1193,6 +1193,7 @@ def test_learned_for_what_is_forgotten():
     for price, gain in ((0, 0), (0.05, 0.1), (0.1, 0.2), (0.2, 0.4), (0.25, 0.5), (9, 0.6)):
         assert midus_rates.learned(price, points) == approx(gain)
     assert midus_rates.learned(0, [untouched, (2.9, 4.8)]) == approx(0.2)
+    assert midus_rates.learned(0, [untouched, (2.9, 4.8), (3.1, 4.6)]) == approx(0.3)
     rows = {name: {0: dict(retention_loss=3.2, val_loss=4.6)} for name in midus_rates.variants}
     rows["base untouched"] = {0: dict(retention_loss=3., val_loss=5.)}
     for rate in midus_rates.RATES:
