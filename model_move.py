@@ -62,6 +62,7 @@ class Config:
     attention: str = "mha"        # mha | mla
     d_c: int = -1                 # width of mla's latent; -1: H_kv d_h/32, the paper's ratio
     plain_keys: bool = False      # mla: keys are read from c as it was, without the memory
+    latent_norm: bool = False     # mla: c is normed (RMSNorm without weights), as in DeepSeek-V2
     memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
                                   # At first all gates are 1 and a token's M slots get equal
                                   # updates: their sum moves M times as far as one. 1/M makes up
@@ -88,8 +89,9 @@ class Config:
         if self.d_c == -1:
             self.d_c = d_c
         mla = self.attention == "mla"
-        self.check(mla or self.d_c == d_c and not self.plain_keys, "attention d_c plain_keys",
-                   "a latent's width and keys need attention=mla")
+        own = self.d_c != d_c or self.plain_keys or self.latent_norm
+        self.check(mla or not own, "attention d_c plain_keys latent_norm",
+                   "a latent's width, keys and norm need attention=mla")
         self.check(self.d_c > 0 and self.d_c % self.n_kv_head == 0, "d_c n_kv_head",
                    "d_c must be a multiple of n_kv_head")
         self.check(self.memory in ("move", "lave", "none"), "memory", "choose move, lave or none")
@@ -487,7 +489,8 @@ class LatentAttention(nn.Module):
     The paper does not say from which of the two keys are made: c_S is used "for the final
     projection", and is what the cache stores. So here keys, too, are made from c_S. (plain_keys:
     from c, and the cache holds both.) Nor does it say whether c is normed, as in DeepSeek-V2; here
-    it is not. The paper absorbs W_UV into W_O; here values are made."""
+    it is not. (latent_norm: it is, before the memory.) The paper absorbs W_UV into W_O; here values
+    are made."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -506,6 +509,8 @@ class LatentAttention(nn.Module):
         heads = (self.config.n_head, self.config.head_dim)
         q = rms_norm(rotate(self.W_Q(x).unflatten(-1, heads), rotary))           # (B, T, H, d_h)
         c = self.W_DKV(x)                                                        # (B, T, d_c)
+        if self.config.latent_norm:
+            c = rms_norm(c)
         c_S = c
         if self.memory is not None:
             chunks = c.unflatten(-1, (self.config.n_kv_head, -1))

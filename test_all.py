@@ -1546,6 +1546,7 @@ move        attention=mla memory=lave
 move        sparse_memory=True
 move        attention=mla memory=none n_kv_head=1
 move        attention=mla d_c=12 plain_keys=True
+move        attention=mla d_c=12 latent_norm=True
 lime
 lime        router=none
 lime        router=average
@@ -2089,7 +2090,8 @@ def slow_move(model, tokens):
         W = weights_of(block)
         x = model.resid_lambda[l] * x + model.x0_lambda[l] * x0
         h = plain_norm(x)
-        V = plain = h @ W.get("attn.W_V", W.get("attn.W_DKV")).T                   # eq. 1
+        V = h @ W.get("attn.W_V", W.get("attn.W_DKV")).T                           # eq. 1
+        V = plain = plain_norm(V) if c.latent_norm else V
         if block.attn.memory is not None:
             bank = model.bank or block.attn.memory.bank                            # eq. 2 or 6
             gates = 2 * torch.sigmoid(h @ W["attn.memory.W_G"].T)                  # eq. 3
@@ -2131,7 +2133,7 @@ def assert_equal_with_gradients(model, logits, want, idx):
 @parametrize("switches", [
     "", "n_head=4 n_kv_head=2", "gate_v=0 memory_scale=2", "memory=lave", "attention=mla",
     "attention=mla memory=lave gate_v=1", "attention=mla d_c=12",
-    "attention=mla plain_keys=True"])
+    "attention=mla plain_keys=True", "attention=mla d_c=12 latent_norm=True"])
 def test_move_equals_its_equations_written_as_loops(switches):
     """The gradients, too: the bank's is a sum over all layers."""
     idx = some_tokens(1, 7)
@@ -3582,8 +3584,8 @@ def test_hiermem_a_start_keeps_the_anchor_and_refuses_another_models_checkpoint(
 move        n_kv_head=3             n_head=2, n_kv_head=3
 move        attention=mqa           attention='mqa': choose mha or mla
 move        attention=mla d_c=3     d_c=3, n_kv_head=2: d_c must be a multiple of n_kv_head
-move        d_c=4                   attention='mha', d_c=4, plain_keys=False: a latent's width
-move        plain_keys=True         plain_keys=True: a latent's width and keys need attention=mla
+move        d_c=4                   attention='mha', d_c=4, plain_keys=False, latent_norm=False
+move        plain_keys=True         a latent's width, keys and norm need attention=mla
 move        memory=lave memory_scale=4      memory_scale=4.0: choose 1 or 2 for memory=lave
 lime        n_embd=34               n_embd=34, n_head=2: n_embd must be a multiple of 2*n_head
 lime        n_kv_head=3             n_head=2, n_kv_head=3

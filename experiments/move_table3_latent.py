@@ -4,7 +4,7 @@ passes through?
 At a width of 256 the paper's latent of d/32 has 8 numbers, and in move_table3_mla.py no memory
 gains more than noise. Here it has d/4. The paper has no such rows. Rates of the banks are the best
 of that table. With "plain keys" keys are read from the latent as it was, and only values from what
-the memory makes of it.
+the memory makes of it. "Normed": the latent is normed before the memory, as in DeepSeek-V2.
 """
 from experiments.move_table1 import bank, cpu, gpu, prepare
 
@@ -22,6 +22,10 @@ variants = {
 for name in ("MoVE x8", "MoVE x1"):
     keys = dict(variants[f"{name} d/4"][0], plain_keys=True)
     variants[f"{name} d/4 plain keys"] = (keys, None)
+for name in ("MLA", "MoVE x1"):
+    flags = dict(variants[f"{name} d/4"][0], latent_norm=True)
+    variants[f"{name} d/4 normed"] = (flags, None)
 claims = ["MLA d/4 > MoVE x1 d/4", "MLA d/4 > LaVE x1 d/4", "MLA d/4 > MoVE x8 d/4",
           "MoVE x1 d/4 > MoVE x8 d/4", "MLA d/4 > MoVE x1 d/4 plain keys",
-          "MLA d/4 > MoVE x8 d/4 plain keys"]
+          "MLA d/4 > MoVE x8 d/4 plain keys", "MLA d/4 normed > MoVE x1 d/4 normed",
+          "MLA d/4 > MLA d/4 normed"]
