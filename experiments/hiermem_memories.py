@@ -6,7 +6,7 @@ memories in all layers best. Its blocks are of level 2; so they are here on a GP
 of level 1, for of the 64 nodes of level 2 most would see less than 200,000 tokens.
 
 On hiermem_table1.py's anchor: `python train.py experiments/hiermem_table1.py --only="A1 anchor"`.
-Each kind's rate on a CPU is the best of hiermem_rates.py: FFN's so far, the others have FFN's.
+Each kind's rate on a CPU is the best of hiermem_kind_rates.py.
 """
 from math import log
 

@@ -5,11 +5,9 @@ has half of them: a leaf of the tree is read by one sequence in 64, on average. 
 bank learn together each has its rate, "A2 co-trained 0.0025 bank 0.005"; a frozen anchor has the
 bank's alone. "Whole" rows have all steps. What else a frozen anchor's bank may want: AdamW that
 moves all rows at every step, by momentum ("dense AdamW"); the whole fetch from level 1, whose
-blocks see eight times as much text. And the other kinds of hiermem_memories.py. First make that
-anchor:
+blocks see eight times as much text. First make that anchor:
 `python train.py experiments/hiermem_table1.py --only="A1 anchor" --seeds=1`.
 """
-from experiments.hiermem_memories import KINDS, bank
 from experiments.hiermem_table1 import cpu, gpu, prepare
 from experiments.hiermem_table1 import variants as table
 
@@ -66,13 +64,6 @@ for rate in (1e-2, 2e-2):
     level = add("A3 frozen", rate, note=" level 1", ranks="88,0")
     variants[level][0]["gpu"]["ranks"] = "320,0"
     baseline[dense] = baseline[level] = "A1 continued 0.005"
-for kind in KINDS:
-    for rate in (5e-3, 1e-2, 2e-2):
-        keys = dict(bank(kind, rate))
-        keys["cpu"] = dict(keys["cpu"], max_iters=1000, warmup=0.2)
-        keys["gpu"] = None                                      # the rate is A.2's
-        variants[f"{kind} {rate:g}"] = (keys, None)
-        baseline[f"{kind} {rate:g}"] = "A1 continued 0.005"
 for rate in (5e-3, 1e-2, 2e-2):
     scales = {scale: dict(keys, learning_rate=rate) for scale, keys in whole.items()}
     variants[f"A1 anchor whole {rate:g}"] = (dict(dense=True, **scales), None)
