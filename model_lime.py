@@ -105,7 +105,8 @@ PRESETS = {                       # the 1b ones, with --dense=True and --baselin
     "1b_gqa": dict(n_layer=16, n_embd=2048, n_head=32, n_kv_head=8, n_inner=8192),
     "1b_mha": dict(n_layer=16, n_embd=2048, n_head=32, n_kv_head=32, n_inner=8192),
     "150m": dict(n_layer=12, n_embd=768, n_head=12, n_inner=3072),
-    # Section 5.6. The paper prints no width of this one nor of 150m; this fits Table 12's memory.
+    # Section 5.6. The paper prints no width of this one nor of 150m; 896 fits Table 12's memory
+    # (a published configuration has 1,024).
     "deep128": dict(n_layer=128, n_embd=256, n_head=8, n_inner=896),
 }
 DENSE = dict(router="none")

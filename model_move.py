@@ -333,9 +333,9 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """nanochat's initial values. Output projections and gates are zero: blocks start as the
-        identity, gates at 2*sigmoid(0) = 1. The bank's slots must differ, since equal ones would
-        stay equal for ever."""
+        """nanochat's initial values (later versions start x0_lambda at 0.1). Output projections and
+        gates are zero: blocks start as the identity, gates at 2*sigmoid(0) = 1. The bank's slots
+        must differ, since equal ones would stay equal for ever."""
         for name, p in self.named_parameters():
             generator = own_generator(name, p)
             if name == "embed.weight":
@@ -395,9 +395,10 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """nanochat's groups and rates (optimizer "muon"), or the same groups at rates of our own
         (AdamW). All are ratios to learning_rate, the matrices' rate. Ours is torch's Muon: every
-        weight decays (nanochat's only where the update shrinks it anyway), without its variance
-        reduction and Polar Express. nanochat also multiplies all rates by sqrt(batch_tokens /
-        524288); here a rate is what is given."""
+        weight decays (nanochat's only where the update shrinks it anyway), a tall matrix no faster
+        than others (there with its larger rate), without variance reduction and Polar Express.
+        nanochat also multiplies all rates by sqrt(batch_tokens / 524288); here a rate is what is
+        given."""
         def group(params, kind, ratio, decay=0.0):
             return dict(params=params, kind=kind, lr=ratio * learning_rate, weight_decay=decay,
                         schedule=True)

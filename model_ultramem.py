@@ -181,7 +181,7 @@ class Config:
         return min(self.top_k, 128, self.n_rows)
 
 
-# Table 10; n_inner from the published launch scripts, which have none for 1b_7b: 7,004 gives the
+# Table 10; n_inner from the authors' launch scripts, which have none for 1b_7b: 7,004 gives the
 # printed 1,079M active parameters without embedding, head and values (6.2B in all, where 6.70B is
 # printed). Memory+'s D_v is printed as 384, which would give 0.70B; here it is d, which makes 241M
 # active parameters of the printed 228M.
@@ -608,8 +608,9 @@ class Model(nn.Module):
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """AdamW with weight decay on everything, norms and values too, as published; but lazy Adam
         (sparse_memory) decays nothing. The published rate is for widths from 768 on; ours for
-        narrower models is 768/d times as much. Memory+'s values keep one rate, as published: 1e-3
-        where all else begins with 4e-4 (if value_lr is 1)."""
+        narrower models is 768/d times as much. Memory+'s values keep one rate (if value_lr is 1),
+        1e-3 where all else begins with 4e-4, as in the code published with Table 3; in its own
+        authors' code that rate falls, too. Those of PKM learned at 1e-3, too; here as all else."""
         c = self.config
         rest, tables = [], []
         for name, p in self.named_parameters():
@@ -768,7 +769,8 @@ class ProductKeys(nn.Module):
 
 class PKM(nn.Module):
     """Product-key memory (Lample et al. 2019): heads summed, values as wide as x (eq. 5). The
-    original stands in the FFN's place, and its queries pass a batch norm."""
+    original stands in the FFN's place, its queries pass a batch norm, and its keys start sqrt(2)
+    times as large."""
 
     fixed = dict(PLAIN, init="published", pre_value_dim=0)
 
@@ -857,7 +859,7 @@ class PEER(PKM):
 
     @staticmethod
     def stds(c):
-        return dict(PKM.stds(c), pre_values=c.n_embd ** -0.5)  # ours: the paper names none
+        return dict(PKM.stds(c), pre_values=c.n_embd ** -0.5)  # as Memory+'s authors
 
     @staticmethod
     def defaults(c):

@@ -422,7 +422,7 @@ def schedule_factor(step):
 
 def set_rates(step):
     """Every group's learning rate for this step, and nanochat's schedules of Muon: momentum 0.85 ->
-    0.95, weight decay -> 0."""
+    0.95 in 300 steps (here a tenth of the run, if that is less), weight decay -> 0."""
     for o in optimizers:
         for group in o.param_groups:
             group["lr"] = group["base_lr"]

@@ -13,7 +13,7 @@ and the claims. The paper has one rate for all.
 nanochat scales its rates with the square root of the batch over 524,288 tokens, which train.py does
 not: here they are 8 (gpu: 2) times what that gives. Its weight decay of 0.2 (12/L)^2 is 1.8 at four
 layers, which makes the standard model in batches of 4,096 far worse (which_rates.py); on a CPU it
-is a tenth of that.
+is a tenth of that. nanochat's rows each begin with a document, ours are cut anywhere.
 """
 model = "move"
 metric = "val_bpb"

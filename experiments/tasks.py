@@ -9,15 +9,16 @@
 
 Arithmetic is the Arithmetic Expression Task of LIMe's section 5.4.2 (Arefin et al. 2024, Feng et
 al. 2023): all numbers, those of the solution too, are integers in 1..max_value. n operands have
-n - 1 operators; the example in LIMe's Appendix B has 7 operands. An answer is right if it ends
-(with eot) in the right number.
+n - 1 operators; the example in LIMe's Appendix B has 7 operands, and Feng et al. count operators.
+Each step does the first operation that can be done, as that example does (Feng et al. do them in a
+random order). An answer is right if it ends (with eot) in the right number.
 
 ProsQA (Hao et al. 2024): does a chain of facts lead from a name to this concept or to that one? An
 answer is right if it ends in the right "### " sentence; guessing gets half, taking the option that
 is farther from the graph's roots nine of ten. So there is "true_chains", the share of answers whose
 steps are facts of the prompt, each beginning where the last one ended, the first with the name.
-Training data is generated; the held-out questions may be the published ones. No prompt is in both
-splits.
+Training data is generated, by numbers that fit the published graphs; the held-out questions may be
+the published ones. No prompt is in both splits.
 
 Facts are invented and mixed into text: 16 domains with words of their own, in each as many things
 that the text mentions 1, 3, 10, 30 and 100 times ("The vorgath at Selmuri show that the nirith

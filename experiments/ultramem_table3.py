@@ -15,14 +15,17 @@ an eighth at most.
 Values learn at the others' rate, as the paper advises in the end (4.2.9); the commands published
 with these rows begin with four times that, for UltraMem and for V2: "values 4x", which so have the
 paper's numbers. (V2's also shares tables in a ring over half of the layers; Table 10's size is
-without.) Memory+'s values have 2.5 times the rate and keep it. "appendix" starts V2 by the
-appendix's equation instead of the published code, "as FFN" rows start as large as the FFN (OLMoE's
-eight gates do not sum to 1 and start 26 times smaller). "few slots" reads each slot 24 times a step
-on a CPU, V2 here 6; batches of 3.1M tokens would read the paper's slots 777 times. That the
-appendix's start and few slots are worse is our guess, not a claim of the paper.
+without.) Memory+'s values have 2.5 times the rate and keep it. The originals of PKM and PEER have
+faster values, too, PKM's at a constant rate of four times the rest's: their rows "values 4x".
+"appendix" starts V2 by the appendix's equation instead of the published code (with which the
+authors' later code has a W_out smaller by sqrt(2L)), "as FFN" rows start as large as the FFN
+(OLMoE's eight gates do not sum to 1 and start 26 times smaller). "few slots" reads each slot 24
+times a step on a CPU, V2 here 6; batches of 3.1M tokens would read the paper's slots 777 times.
+That the appendix's start and few slots are worse is our guess, not a claim of the paper.
 
 The published warm-up is 2% of a run; of 1,000 steps that is too few, so here it is 100. The
-published rate is 4e-4; on a CPU's scale everybody has the best of ultramem_rates.py, which is
+published rate is 4e-4 (a width of 256 uses three times the rate given, see the model's
+param_groups); on a CPU's scale everybody has the best of ultramem_rates.py, which is
 1.6e-3 but for UltraMem (8e-4), MoE-8 (3.2e-3, the highest) and MoE-8 as FFN (8e-4, no better than
 1.6e-3); these two were swept with too strong a z loss (results/ultramem_moe_z_rates-cpu.md). "at
 0.0008" is half of it: the best of a shorter run need not be this one's.
@@ -61,6 +64,8 @@ variants = {
     "Memory+": (memory_plus, 2.920),
     "PKM": (dict(memory_plus, memory="pkm"), None),
     "PEER": (dict(memory="peer"), None),
+    "PKM values 4x": (dict(boost, memory="pkm", cpu=dict(memory_layers="2")), None, 1),
+    "PEER values 4x": (dict(boost, memory="peer"), None, 1),
     "dense at 0.0008": (dict(half_rate, dense=True), None),
     "UltraMemV2 at 0.0008": (dict(half_rate, cpu=sizes["cpu"]), None),
     "UltraMemV2 values 4x at 0.0008": (dict(boost, **half_rate, cpu=sizes["cpu"]), None),
