@@ -1,6 +1,6 @@
 """Instructions with answers, in Alpaca's schema, as a data folder for supervised fine-tuning: the
-loss is on the answer alone. One record is one training window, so that every answer sees its
-instruction; records that are longer than block_size are left out.
+loss is on the answer alone (our choice, the papers do not say). One record is one training window,
+so that every answer sees its instruction; records that are longer than block_size are left out.
 
     python experiments/instruct.py --source=instruct.jsonl.xz --tokenizer=data/edu/tokenizer.json
     python train.py --model=midus --dataset=data/sft --init_from=out/midus-d4 --phase=sft \\
