@@ -7,7 +7,7 @@ and large.
 product_key_topk(s_row, s_col, k)            MIDUS, PKM, Memory+, PEER: the best of the n x n pairs
     (s_row[:, :, None] + s_col[:, None, :]).flatten(1).topk(k)
 tucker_topk(s_row, s_col, u, v, core, ..)    UltraMem, UltraMemV2: the best cells, sifted by u and v
-    einsum("prxi,hrxy,pryj->prijh", s_row, core, s_col)
+    einsum("prxi,hrxy,pryj->prijh", s_row, core, s_col), the largest sums over h
 gather_sum(table, indices, weights)          every product-key memory
     (weights[..., None] * table[indices]).sum(1)
 gather_dot(table, indices, x)                PEER, UltraMemV2's pre-values
@@ -22,8 +22,7 @@ attend(q, k, v)                              every model's attention, heads afte
     F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 gather_sum, gather_dot and their gradients are sums over the same P*k triples: query p, slot u, row
-j = indices[p,u]. They differ only in where the result goes, so three sums are closed under
-differentiation:
+j = indices[p,u]. They differ only in where the result goes, so three sums are all there is:
 
     to the queries   y[p]   = sum_u w[p,u] table[j]
     to the pairs     s[p,u] = <table[j], x[p]>
@@ -35,10 +34,10 @@ third is the hard one, since many queries may hit one row. The P*k indices are s
 row's hits one run, and each row is written once: no atomics (the gradient is bitwise the same in
 every run), no (P*k, d) tensor, and with sparse_grad=True nothing of the table's size.
 
-Sums run in fp32 whatever the inputs are (in fp64 if one of them is). use_triton() is the one place
-of dispatch. NANOMEM_KERNELS=torch or =triton forces a path, with TRITON_INTERPRET=1 Triton runs on
-CPU tensors too, and NANOMEM_DEBUG=1 checks the range of indices. experiments/kernel_speed.py times
-every operation against the obvious torch way.
+Sums run in fp32 whatever the inputs are (in fp64 if what is summed is). use_triton() is the one
+place of dispatch. NANOMEM_KERNELS=torch or =triton forces a path; with TRITON_INTERPRET=1 beside
+=triton kernels run on CPU tensors, too. NANOMEM_DEBUG=1 checks the range of indices.
+experiments/kernel_speed.py times most operations against the obvious torch way.
 """
 import ctypes
 import functools
@@ -90,8 +89,8 @@ def acc_dtype(*tensors: Optional[Tensor]) -> torch.dtype:
 
 
 def operator(outputs):
-    """Make a function an operator, opaque to torch.compile, which learns the shapes of its results
-    from `outputs`: empty tensors, which some paths also fill.
+    """Make a function an operator, opaque to torch.compile. `outputs` takes the same arguments and
+    returns empty tensors of the results' shapes; some functions also call it to allocate.
     """
     def register(function):
         op = torch.library.custom_op(f"nanomem::{function.__name__}", function, mutates_args=())
@@ -101,7 +100,8 @@ def operator(outputs):
 
 
 def only_once(name):
-    """For the backward pass of `name`: autograd would take what it has kept for constants."""
+    """For the backward pass of `name`: refuse a second derivative, which would be wrong without a
+    word, since what the forward pass has saved would count as constant."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():    # create_graph=True
         raise RuntimeError(f"{name} has no second derivative")
 
@@ -151,9 +151,10 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     """The m best of Tucker-decomposed scores (UltraMemV2 eqs. 6, 7, 11): a rank-1 prefilter, then
     the full score.
 
-    s_row, s_col (P, R, r, n): scores of R retrieval heads and r Tucker ranks; core (H, R, r, r); u,
-    v (R, r): leading singular vectors of core.sum(0) -> raw scores (P, R, m, H) fp32 (fp64 for
-    fp64) and indices i*n + j (P, R, m) int64, in descending order of the sum over H.
+    s_row, s_col (P, R, r, n), n < 65536: scores of R retrieval heads and r Tucker ranks; core (H,
+    R, r, r): H cores, one score each; u, v (R, r): leading singular vectors of core.sum(0) -> raw
+    scores (P, R, m, H) fp32 (fp64 for fp64) and indices i*n + j (P, R, m) int64, in descending
+    order of the sum over H. No scores may be NaN.
         stage 1   the m_key rows i with the largest sum_x u[x] s_row[x,i], columns with v and s_col
         stage 2   score[h,i,j] = sum_xy s_row[x,i] core[h,x,y] s_col[y,j] on that grid;
                   the m largest by the sum over h
@@ -167,7 +168,7 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     check("v", v, (R, r))
     check("core", core, ("H", R, r, r))
     if not 1 <= m_key <= n < 2**16 or not 1 <= m <= m_key**2:
-        raise ValueError(f"m_key must lie in [1, n] and m in [1, m_key^2], "
+        raise ValueError(f"m_key must lie in [1, n], m in [1, m_key^2] and n below 65536, "
                          f"got m_key = {m_key}, m = {m}, n = {n}")
     sum_of_cores = core.sum(0, dtype=acc_dtype(core))
     scores = (t.detach() for t in (s_row, s_col, u, v, sum_of_cores))
@@ -291,6 +292,8 @@ def mix_values(v: Tensor, bank_rows: Tensor, inverse: Tensor, gate: Tensor, gate
     n_banks = gate.shape[2] - int(gate_v)
     check("bank_rows", bank_rows.flatten(2), (U, n_banks, H * d_h))
     check_indices("inverse", inverse, (T,), U)
+    if order is not None:
+        check("order", order, (T * M,), "int64")
     table = bank_rows.reshape(U * M, H * d_h)
     indices = mix_indices(inverse, M)
     gate_bank = gate[..., int(gate_v):].transpose(1, 2)    # (T, M, H)
@@ -315,11 +318,13 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
                          softcap: float = 0.0) -> Tensor:
     """Mean cross-entropy in nats of the logits z = x weight^T at the targets >= 0; 0 without any.
 
-    x (..., d), weight (V, d), targets (...) int64, negative where there is no loss. softcap c > 0:
-    c tanh(z / c) in place of z. -> a scalar in fp32 (fp64 for fp64). Under autocast the products
-    run in its dtype. The gradients are made in the forward pass, chunk of tokens by chunk, while
-    its logits are at hand: never more than a chunk's logits exist.
+    x (..., d), weight (V, d), targets (...) int64 below V, negative where there is no loss. softcap
+    c > 0: c tanh(z / c) in place of z. -> a scalar in fp32 (fp64 for fp64). Under autocast the
+    products run in its dtype. The gradients are made in the forward pass, chunk of tokens by chunk,
+    while its logits are at hand: never more than a chunk's logits exist.
     """
+    if softcap < 0:
+        raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     targets = targets.reshape(-1)
@@ -546,7 +551,8 @@ gather_rows_op.register_autograd(gather_rows_backward, setup_context=gather_rows
 
 # A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside
 # the graph. A loop over layers that has such a break in it is not compiled itself, only the pieces
-# of its layers are, each by itself: a four-layer UltraMemV2 is 13 graphs, one with dense gradients.
+# of its layers are, each by itself: a four-layer UltraMemV2 is 13 graphs, and a single one with
+# dense gradients.
 gather_sum_eager = torch.compiler.disable(gather_sum_op)
 gather_dot_eager = torch.compiler.disable(gather_dot_op)
 gather_rows_eager = torch.compiler.disable(gather_rows_op)
@@ -592,6 +598,7 @@ def linear_cross_entropy_op(x: Tensor, weight: Tensor, targets: Tensor, softcap:
             d_weight.addmm_(z[:, :V].T, x[part])
         elif wants_weight:
             d_weight += (z.T @ x[part])[:V]
+        del z    # before the next chunk's
     return total, d_x, d_weight
 
 
@@ -645,12 +652,12 @@ def staircase(k, n, device):
 
 
 def top_indices(s, k):
-    """s (Q, n) -> (Q, k): s.topk(k).indices, on one thread of a CPU in a quarter of its time.
+    """s (Q, n) -> (Q, k): s.topk(k).indices, four times as fast on one thread of a CPU.
 
     A score and its index are sorted as one int64, the score in the upper half: NumPy's sort takes
     several of these at once and is at its best up to 256 a row. A longer row is cut into groups of
-    four: the k groups with the largest maxima hold the k largest. Of equal scores the first wins,
-    so never the padding.
+    four: the k groups with the largest maxima hold the k largest. The padding of -inf stands behind
+    three of each group, so it never wins, but against NaN: then the last index stands for it.
     """
     if s.device.type != "cpu" or s.dtype != torch.float32:
         return s.topk(k).indices
@@ -662,7 +669,7 @@ def top_indices(s, k):
         best = top_indices(s.view(-1, 4, groups).amax(1), k)
         index = best[:, None] + groups * torch.arange(4)[:, None]    # (Q, 4, k)
         index = index.flatten(1)
-        return index.gather(1, top_indices(s.gather(1, index), k))
+        return index.gather(1, top_indices(s.gather(1, index), k)).clamp_(max=n - 1)
     bits = (-s).view(torch.int32)
     bits ^= (bits >> 31) & 0x7FFFFFFF    # ascending like the numbers, see pack
     packed = bits.long()
@@ -1134,8 +1141,8 @@ def gather_dot_triton(table, indices, x, blocks, n_blocks, H):
 # inside the window goes to its row of `out`, which nobody else writes. The others go to `partial`,
 # two sums for every border of windows: of the run that goes on beyond it, of the run that came in
 # over it. These sums are hits again, a sixteenth as many and sorted, with their keys in `borders`
-# (-1: no run crosses this border): the kernel adds them up in turn, until one window holds all. A
-# run that crosses a whole window is summed at its left border and leaves 0 at the right one.
+# (-1: no run crosses this border): the kernel adds them up in turn, until one window holds all. Of
+# a run that crosses a whole window its sum stands at the left border and 0 at the right one.
 @jit
 def row_sums_kernel(source, keys, order, weights, blocks, out, partial, borders, w_p, w_u, w_h, L,
                     steps, K: tl.constexpr, H: tl.constexpr, E: tl.constexpr, D: tl.constexpr,
@@ -1351,9 +1358,9 @@ class LazyAdam(torch.optim.SparseAdam):
 
     def update(self, p, group):
         beta1, beta2 = group["betas"]
-        grad = p.grad.coalesce()
-        if grad.sparse_dim() != 1:
+        if not p.grad.is_sparse or p.grad.sparse_dim() != 1:
             raise ValueError("a gradient must be sparse in its rows alone, as to_sparse(1) is")
+        grad = p.grad.coalesce()
         indices = grad._indices()[0]
         state = self.state[p]
         if not state:
@@ -1602,8 +1609,9 @@ class ScaledSum(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: Optional[float] = None) -> Tensor:
-    """weight * x / sqrt(mean(x^2) + eps) over the last axis, in half of its time. eps None:
-    finfo(x.dtype).eps, as F.rms_norm's documentation says. (In bf16 torch 2.13 takes fp32's.)
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, on a CPU in half of F.rms_norm's
+    time. eps None: there finfo(x.dtype).eps, as its documentation says. (On a GPU torch takes
+    fp32's, in bf16 too: 1.2e-7 instead of 0.0078.)
     """
     if weight is not None:
         weight = weight.to(x.dtype)    # mixed types have no fused path
@@ -1614,7 +1622,7 @@ def rms_norm(x: Tensor, weight: Optional[Tensor] = None, eps: Optional[float] = 
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """relu(x)^2, in 0.6 of its time, 0.8 in bf16."""
+    """relu(x)^2, on a CPU in 0.6 of torch's time, 0.8 in bf16."""
     if x.device.type == "cpu":
         return ReLUSquared.apply(x)
     return F.relu(x).square()
@@ -1687,7 +1695,8 @@ def keep_freed_memory() -> bool:
         return False
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**30)    # M_MMAP_THRESHOLD
+    if not libc.mallopt(-3, 2**30):    # M_MMAP_THRESHOLD
+        libc.mallopt(-3, 2**25)    # the most that an older glibc takes
     libc.mallopt(-1, 2**31 - 1)    # M_TRIM_THRESHOLD
     libc.mallopt(-2, 2**28)    # M_TOP_PAD
     return True
