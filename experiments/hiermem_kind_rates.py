@@ -10,7 +10,6 @@ metric = "val_loss"
 baseline = "ffn 0.01"
 seeds = 1
 cpu = dict(cpu, max_iters=500, warmup=0.4)                      # 200 steps, as in the table
-variants = {}
-for rate in (1e-2, 2e-2, 5e-3):
-    for kind in KINDS:
-        variants[f"{kind} {rate:g}"] = (dict(bank(kind, rate), gpu=None), None)
+grid = [(kind, rate) for rate in (1e-2, 2e-2, 5e-3) for kind in KINDS]
+grid += [(kind, 2.5e-3) for kind in KINDS if "lora" in kind] + [("kv", 4e-2)]
+variants = {f"{kind} {rate:g}": (dict(bank(kind, rate), gpu=None), None) for kind, rate in grid}
