@@ -6,20 +6,22 @@ needs nothing but Python.
     python prepare_fineweb.py --source=books/ --tokenizer=bpe --vocab_size=8192   # -> data/books
     python prepare_fineweb.py --source=pydocs     # this Python's documentation -> data/pydocs
 
-A record is {"text"} or {"prompt", "answer"}, one kind per corpus. A document is the token eot and
+A record is {"text"} or {"prompt", "answer"}, one kind per corpus: a line of a .jsonl, a row of a
+.parquet, or some 100,000 characters of a .txt, to a blank line. A document is the token eot and
 its text, or eot, prompt, answer, these two tokenised apart. For the second kind a .mask file beside
 the shard has 1 at every token that is to be predicted: the answer's tokens and eot, for the next
 document's opening eot is what ends an answer. With --block_size=N a document is a training window
 of its own: eot, prompt, answer, and eot up to N + 1 tokens, of which only the first is predicted.
 Held-out documents are chosen by the sha256 of their text, so that a text is on the same side in
-every run. Where files named val, valid or validation, with a number or more behind - _ . or without
-(val.txt, val-1.txt), lie beside others, these are held out instead.
+every run. Where files named val, valid or validation, alone or with more behind - _ . (val.txt,
+val-1.txt), lie beside others, these are held out instead.
 
 --clusters=8,8 cuts the documents into windows of --window=512 tokens, fits a tree to those of train
 (8 nodes, then 8 in each), and packs the windows of one leaf into sequences of block_size + 1
 tokens, for model_hiermem.py. A sequence is a training window of its own, a .leaf file beside the
-shard has its leaf (int32), .mask has 0 at padding and at the eot before a document's later windows,
-and retriever.npz is the tree. The corpus is held in memory for this. See experiments/topics.py.
+shard has its leaf (int32), .mask has 0 at padding and at the eot after a window with which its
+document does not end, and retriever.npz is the tree. The corpus is held in memory for this. See
+experiments/topics.py.
 
 A data folder holds shards as llm.c writes them, train_000000.bin, val_000000.bin, ... (256 int32:
 magic 20240520, version 1, token count; then uint16. Vocabularies over 65,536: magic 20240801,
@@ -71,13 +73,14 @@ import numpy as np
 source = "fineweb_edu"   # fineweb_edu | pydocs | a .txt, .jsonl (.gz, .xz), .parquet, or a folder
 tokenizer = ""           # gpt2 | bpe, trained here | bytes | a tokenizer.json; "": gpt2 or bpe
 vocab_size = -1          # of bpe; -1: 65536, 4096 for pydocs
-max_tokens = -1          # stop after so many training tokens; -1: take all
+max_tokens = -1          # stop after so many training tokens; -1: all (FineWeb-Edu: of 10BT's)
 val_fraction = -1.0      # held-out documents; -1: 0.005 of fineweb_edu, 0.05 of others
 block_size = 0           # N: each document is a training window of its own; 0: one after the other
+                         # (with clusters: the length of a sequence, 256 if 0)
 shard_tokens = 100_000_000    # of a shard, to the end of the document that gets there
 text_field = "text"      # name of the field that holds a record's text
 topic_field = "topic"    # and of one with its topic, if there is one: clusters are compared with it
-clusters = ""            # 8,8: a tree over the text; sequences of block_size + 1 (257) of one leaf
+clusters = ""            # 8,8: a tree over the text; each sequence is of one leaf
 window = 512             # tokens of a document that are clustered as one
 embedder = "hash"        # of windows: hash (words, nothing to download) | minilm (all-MiniLM-L6-v2)
 embedder_path = ""       # its folder, where it is not installed
@@ -699,7 +702,8 @@ def read_documents(c):
         # A lone surrogate, which JSON can spell, has no UTF-8.
         *prompt, text = [text.encode(errors="replace").decode() for text in texts]
         if any(texts):
-            yield split, prompt[0] if prompt else None, text, str(row.get(c.topic_field, ""))
+            topic = row.get(c.topic_field)
+            yield split, prompt[0] if prompt else None, text, "" if topic is None else str(topic)
 
 
 def check_source(name):
@@ -743,15 +747,15 @@ def read_files(path, text_field):
         split = ""
         if val:
             split = "val" if file in val else "train"
-        where = str(file)
+        n = 0
         try:
             for n, row in enumerate(_rows(file, text_field), 1):
-                where = f"{file}, record {n}"
-                yield split, where, row
+                yield split, f"{file}, record {n}", row
         except ImportError:
             raise
         except Exception as error:     # of json, of a decompressor, of pyarrow
-            raise ConfigError(f"{where} or the next: {error}") from None
+            where = f"{file}, after record {n}" if n else file
+            raise ConfigError(f"{where}: {error}") from None
 
 
 def _rows(file, text_field):

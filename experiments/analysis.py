@@ -18,8 +18,8 @@ Hierarchical memories:
 Any model:
     parts           the loss without one layer's attention, FFN or memory
 
-Values are what W_V puts out; mixed values are what attention sums up, after a router or another
-memory. The paper records the former and also speaks of "gathered" ones; in LLaMA they are the same.
+Values are what W_V puts out; mixed values are what attention sums up: MoVE's memory and LIMe's
+router have changed them. Where nothing else is said, hierarchical memories are the generic ones.
 Hidden states are what a block puts out. The entropy is of order 1/2 (the paper prints none), of
 features with mean 0 and variance 1 (the paper's are as they are). A head's importance is the mean
 over windows of |sum over t of a_ht . dl/da_ht|, where l is the window's summed loss, or that of its
@@ -393,12 +393,13 @@ def blocking(model, tok, folder, c):
 
 @torch.no_grad()
 def rag(model, tok, folder, c, prefix=32):
-    """Losses (nats) of the first half of the validation sequences, from the 33rd token on, after a
-    training text that takes the other half of the context (vanilla retrieval-augmented
-    generation, Appendix H): nothing, the nearest to the first 32 tokens in their leaf, the nearest
-    to the whole text in its leaf, any text. So the model must have been trained with twice the
-    context that it is compared in: prepare_fineweb.py --block_size=512. All without memories; where
-    there are some, "memories" are those that the first 32 tokens ask for, without a text."""
+    """Losses (nats) of the first half of the validation sequences, from the 33rd token on (or the
+    middle of that half, if it comes first), after a training text that takes the other half of the
+    context (vanilla retrieval-augmented generation, Appendix H): nothing, the nearest to the tokens
+    before in their leaf, the nearest to the whole text in its leaf, any text. So the model must
+    have been trained with twice the context that it is compared in: prepare_fineweb.py
+    --block_size=512. All without memories; where there are some, "memories" are those that the
+    tokens before ask for, without a text."""
     from experiments.topics import Retriever, walk
     need(hasattr(model.config, "clusters"), "`rag` is for --model=hiermem")
     data = TokenShards(folder, "val", model.config.block_size)
@@ -419,11 +420,13 @@ def rag(model, tok, folder, c, prefix=32):
     store = torch.linspace(0, train.n_windows - 1, min(c.datastore, train.n_windows)).long()
     rows = train.batch(store)[0]
     kept = of_one_document(rows)
+    need(kept.any(), f"no training sequence of {folder} begins with {half} tokens of one document")
     texts = rows[kept, 1:half]
     leaves = train.context(store)["leaf"][kept]
     stored = embed(texts)
     x, y = data.batch(range(data.n_windows))
     kept = of_one_document(x).nonzero()[:c.sequences * 4, 0]
+    need(len(kept), f"no held-out sequence of {folder} begins with {half} tokens of one document")
     x = x[kept, :half]
     y = y[kept, :half]
 
@@ -436,7 +439,7 @@ def rag(model, tok, folder, c, prefix=32):
     draw = torch.Generator().manual_seed(0)
     before = {
         "nothing": texts[:1, :0].expand(len(x), 0),
-        "nearest to 32 tokens": nearest(x[:, 1:prefix + 1]),
+        f"nearest to {prefix} tokens": nearest(x[:, 1:prefix + 1]),
         "nearest to the whole": nearest(x[:, 1:]),
         "any text": texts[torch.randint(len(texts), (len(x),), generator=draw)],
     }

@@ -118,7 +118,7 @@ def load(folder):
 def blocks_of(ckpt):
     """{level: {"table", "steps", "exp_avg", "exp_avg_sq"}}: what a checkpoint has of the nodes of
     every level, a row each, the last one generic. Only the table where nothing was trained."""
-    optimizer = ckpt["optimizers"][-1]["state"]                # RowAdamW is the last optimizer
+    optimizer = ckpt["optimizers"][-1]["state"]                # RowAdamW, or AdamW with all else
     keys = [key for key in ckpt["model"] if key.startswith("bank.")]
     blocks = {}
     for number, key in enumerate(keys):
@@ -127,8 +127,9 @@ def blocks_of(ckpt):
 
 
 def zeros_at_start(level, rows):
-    """What is 0 in a block before any training, of these rows of a level; the rest is random."""
-    new = torch.empty(2, rows.size(1))                         # one could have a 0 by chance
+    """What is 0 in a block before any training, of these rows of a level; the rest is random, and
+    jobs may differ in seed."""
+    new = torch.empty(2, rows.size(1))              # a random number that is 0 is not so in both
     level.init(new, torch.Generator().manual_seed(0))
     return rows[:, (new == 0).all(0)]
 
@@ -141,6 +142,8 @@ def merge(jobs, out_dir, overwrite=False):
     target = out / "ckpt.pt"
     need(overwrite or not target.exists(),
          f"{target} is there already: another --out_dir, or --overwrite=True to replace it")
+    inside = out.resolve() in [Path(folder).resolve() for folder in jobs]
+    need(not inside, f"out_dir={out_dir} is one of the jobs: give another, they are kept")
     ckpts = {folder: load(folder) for folder in jobs}
     generic = [folder for folder in jobs if ckpts[folder]["model_config"].get("generic") == 1]
     need(len(generic) == 1, f"{len(generic)} of the jobs have --generic=1: exactly one must")
@@ -148,11 +151,12 @@ def merge(jobs, out_dir, overwrite=False):
     config = Config(**{**merged["model_config"], "generic": -1})
     with torch.device("meta"):
         bank = Model(config).bank
-    begun = blocks_of(load(generic[0]))                        # the merged ones will change
+    begun = blocks_of(load(generic[0]))                        # a copy: `merged` changes below
     blocks = blocks_of(merged)
     trained = {}                                               # {level: (n_l + 1,) bool}
     for level, rows in blocks.items():
-        need("steps" in rows, f"{generic[0]} has trained no block of level {level}")
+        need("steps" in rows, f"{generic[0]} has trained no block of level {level}, or with "
+             "sparse_memory=False, which keeps no count of a block's steps")
         trained[level] = rows["steps"] > 0
     for folder, ckpt in ckpts.items():
         fields = {**ckpt["model_config"], "generic": -1}
@@ -193,7 +197,7 @@ def merge(jobs, out_dir, overwrite=False):
 
 
 def remove(out_dir, nodes):
-    """Makes blocks what they were before any training, moments and counts too."""
+    """Makes blocks new, moments and counts too: zeros where a new block has them, else random."""
     need(nodes.strip(","), "no --nodes=level:node,... to remove")
     folder = Path(out_dir)
     load(folder)

@@ -539,8 +539,8 @@ bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight 
 -  text.jsonl  is given as --source=PATH
 -  --overwrite=perhaps  --overwrite wants True or False
 a.txt = b""  --source=a.txt  a.txt holds no text
-a.txt = b"\xff\xfe\0"  --source=a.txt  a.txt or the next: 'utf-8' codec
-a.jsonl = b'{"text": "x"}\n\n{"text"\n'  --source=a.jsonl  a.jsonl, record 1 or the next:
+a.txt = b"\xff\xfe\0"  --source=a.txt  a.txt: 'utf-8' codec
+a.jsonl = b'{"text": "x"}\n\n{"text"\n'  --source=a.jsonl  a.jsonl, after record 1:
 a.jsonl = b'{"text": "x"}\n["text"]\n'  --source=a.jsonl
     record 2: a record must have a string 'text'
 a.jsonl = b'{"text": 3}\n'  --source=a.jsonl  a.jsonl, record 1: a record must have
@@ -553,14 +553,14 @@ a.jsonl.gz = __import__("gzip").compress(b'{"text": "x"}\n' * 99)[:-9]  --source
     a.jsonl.gz
 a.jsonl.xz = __import__("lzma").compress(b'{"text": "x"}\n' * 99)[:-9]  --source=a.jsonl.xz
     a.jsonl.xz
-a.jsonl.gz = b"no gzip"  --source=a.jsonl.gz --workers=2  a.jsonl.gz or the next: Not a gzip
-a.jsonl.gz = b"no gzip"  --source=a.jsonl.gz  a.jsonl.gz or the next: Not a gzip
+a.jsonl.gz = b"no gzip"  --source=a.jsonl.gz --workers=2  a.jsonl.gz: Not a gzip
+a.jsonl.gz = b"no gzip"  --source=a.jsonl.gz  a.jsonl.gz: Not a gzip
 a.jsonl.gz = b""  --source=a.jsonl.gz  a.jsonl.gz holds no text
 a.jsonl = b'{"prompt": "x", "answer": "y"}\n[]\n'  --source=a.jsonl --clusters=2,2
     prompts and answers are not clustered
 a.jsonl = b"[]"  --source=a.jsonl --clusters=2,2 --embedder=minilm --embedder_path=empty
     empty cannot be used
-a.parquet = b"no parquet"  --source=a.parquet  a.parquet or the next: parquet cannot be read
+a.parquet = b"no parquet"  --source=a.parquet  a.parquet: parquet cannot be read
 data/meta.json = b"{"  --out=data  data/meta.json cannot be used
 data/meta.json: c["settings"] = []  --out=data  settings must be of type dict
 mine/tokenizer.json: c["added_tokens"] = []  --tokenizer=mine/tokenizer.json
@@ -632,6 +632,7 @@ repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, "override
 -  merge --jobs=nowhere --out_dir=new  no checkpoint nowhere
 -  merge --out_dir=new  0 of the jobs have --generic=1
 -  merge --jobs=job0,job1,generic  out_dir
+-  merge --jobs=job0,job1,generic --out_dir=generic --overwrite=True  is one of the jobs
 -  merge --jobs=job0,job1 --out_dir=new  0 of the jobs have --generic=1
 -  merge --jobs=job0,generic --out_dir=new  no job has trained the subtrees 1
 -  merge --jobs=job0,job1,bank,generic --out_dir=new  bank has trained blocks of level

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments import topics
 from experiments.topics import HashEmbedder, Retriever, k_means, walk
-from prepare_fineweb import TokenShards, load_meta, prepare
+from prepare_fineweb import TokenShards, load_meta, prepare, read_documents
 from test_all import CLUSTERED, clustered, topic_texts
 
 
@@ -164,3 +164,10 @@ def test_every_node_splits_its_own_points():
     assert ((lower - upper.repeat_interleave(2, 0)).norm(dim=1) < 1).all()
     with pytest.raises(ValueError, match="at level 1 a node has 159 windows .* needs 160"):
         Retriever.fit(x[:159], "40", HashEmbedder({}))
+
+
+def test_a_topic_that_is_null_is_none(tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "x", "topic": null}\n{"text": "y"}\n{"text": "z", "topic": 3}\n')
+    c = SimpleNamespace(source=str(source), text_field="text", topic_field="topic")
+    assert [topic for *_, topic in read_documents(c)] == ["", "", "3"]

@@ -148,7 +148,8 @@ def k_means(x, k, generator, sample=6400, steps=20, limit=1.5):
     """
     k centroids of x (N, c): k-means++ and then EM, every step on a fresh sample. A cluster with
     more than limit/k of the sample gives half of its points, drawn at random, to the smallest; so
-    the E-step is balanced, the M-step is the plain mean.
+    the E-step is balanced, the M-step is the plain mean. This keeps centroids in use while they are
+    fitted; texts go to the nearest one, so that leaves are not of equal size.
     """
     points = draw(x, sample, generator)
     centroids = points[:1]
@@ -311,7 +312,7 @@ def pack(tokens, spans, leaves, eot, length, rng):
     order = rng.permutation(len(spans))
     for leaf in np.unique(leaves):
         ids, mask = [], []
-        ended = False     # with the window before its document did: then this eot is predicted
+        ended = False     # whether the window before is its document's last: its eot is predicted
         for a, b, _, last in spans[order[leaves[order] == leaf]]:
             ids += [[eot], tokens[a:b]]
             mask += [[ended], np.ones(b - a)]
@@ -328,7 +329,7 @@ def pack(tokens, spans, leaves, eot, length, rng):
 
 
 def prefix_agreement(retriever, texts, paths):
-    """{words: (p,)}: how often the first words of a longer text take its whole path."""
+    """{words: (p,)}: how often the first words of a longer window lead to its node, by level."""
     agreement = {}
     for n in (10, 32, 128):
         words = [text.split() for text in texts]
