@@ -21,7 +21,7 @@ gpu = dict(preset="openlm_160m", block_size=1024, batch_tokens=131072, max_iters
 post = dict(init_from="@hiermem_table1/A1 anchor", frozen=True, weight_decay=1e-3)      # A.2
 KINDS = {                       # ranks: cpu, gpu; the rate on a CPU
     "ffn": ("80,0", "0,80", 1e-2),
-    "lora_qk": ("60,0", "0,69", 5e-3),
+    "lora_qk": ("60,0", "0,69", 2.5e-3),
     "lora_vo": ("60,0", "0,69", 2.5e-3),
     "lora_ffn": ("16,0", "0,16", 5e-3),
     "kv": ("120,0", "0,160", 1e-2),
