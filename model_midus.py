@@ -833,9 +833,8 @@ def fill_lesa(new, blocks, places):
     [W_0|...|W_(L-1)] = U S [V_0|...|V_(L-1)], and an MLP learns row by row to make V_i from V_(i-1)
     and V_(i+1). Norms are block 0's; biases, of which LESA has none, the neighbours' mean.
 
-    Ten epochs, as published, are thousands of steps at a width of 2048. At 128 they are 60 to 330:
-    there the MLP fits its rows no better than zeros would. (With 1,000 steps or more it fits them,
-    and the deeper model begins worse.)"""
+    Ten epochs, as published, are thousands of steps at a width of 2048; at 128 they are 60 to 330,
+    too few for the MLP to learn much."""
     L = len(blocks)
     if L < 6:
         raise ValueError(f"upscale=lesa, n_layer={L}: LESA learns from triples of blocks and needs "

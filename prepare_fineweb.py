@@ -73,7 +73,7 @@ import numpy as np
 source = "fineweb_edu"   # fineweb_edu | pydocs | a .txt, .jsonl (.gz, .xz), .parquet, or a folder
 tokenizer = ""           # gpt2 | bpe, trained here | bytes | a tokenizer.json; "": gpt2 or bpe
 vocab_size = -1          # of bpe; -1: 65536, 4096 for pydocs
-max_tokens = -1          # stop after so many training tokens; -1: all (FineWeb-Edu: of 10BT's)
+max_tokens = -1          # stop after so many training tokens; -1: all (of FineWeb-Edu 10B)
 val_fraction = -1.0      # held-out documents; -1: 0.005 of fineweb_edu, 0.05 of others
 block_size = 0           # N: each document is a training window of its own; 0: one after the other
                          # (with clusters: the length of a sequence, 256 if 0)

@@ -1135,7 +1135,8 @@ def test_kernels_lazy_adam_of_a_transposed_table(backend, kind):
 @parametrize("kind", [kernels.LazyAdam, kernels.RowAdamW])
 def test_kernels_lazy_adam_refuses_a_gradient_that_is_dense_or_sparse_in_columns(backend, kind):
     p = torch.nn.Parameter(torch.ones(4, 2))
-    for p.grad in torch.ones(4, 2), torch.ones(4, 2).to_sparse():
+    for grad in (torch.ones(4, 2), torch.ones(4, 2).to_sparse()):
+        p.grad = grad
         with pytest.raises(ValueError, match="sparse in its rows alone"):
             kind([p]).step()
 

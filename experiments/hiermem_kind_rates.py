@@ -12,4 +12,6 @@ seeds = 1
 cpu = dict(cpu, max_iters=500, warmup=0.4)                      # 200 steps, as in the table
 grid = [(kind, rate) for rate in (1e-2, 2e-2, 5e-3) for kind in KINDS]
 grid += [(kind, 2.5e-3) for kind in KINDS if "lora" in kind] + [("kv", 4e-2)]
-variants = {f"{kind} {rate:g}": (dict(bank(kind, rate), gpu=None), None) for kind, rate in grid}
+variants = {}
+for kind, rate in grid:
+    variants[f"{kind} {rate:g}"] = (dict(bank(kind, rate), gpu=None), None)
