@@ -1,0 +1,30 @@
+"""Hierarchical memories, Table 1 with an anchor near its end: does a bank on a frozen anchor beat
+going on with the anchor?
+
+hiermem_table1.py's anchor has seen 3.5 tokens a parameter and learns much from more text. This one
+has three times as many steps, 24.6M tokens: once over all its text, and a little more. The second
+phase, 8.2M tokens, reads a third of that text again. The paper does not ask this; its anchors have
+seen 1T tokens and more. One seed, two or three rates a row: "frozen 0.01" is the bank's,
+"co-trained 0.0025" the anchor's, where the bank has 1e-2.
+"""
+from experiments.hiermem_table1 import cpu as phase
+from experiments.hiermem_table1 import prepare
+
+model = "hiermem"
+metric = "val_loss"
+seeds = 1
+prepare = dict(cpu=prepare["cpu"])
+cpu = dict(phase, skip_steps=6000)
+anchor = dict(dense=True, max_iters=6000, skip_steps=0, eval_interval=750, warmup=200 / 6000)
+later = dict(init_from="@anchor", weight_decay=1e-3)                    # A.2
+variants = {"anchor": (dict(cpu=dict(anchor, learning_rate=5e-3)), None)}
+for rate in (1.25e-3, 2.5e-3, 5e-3):
+    variants[f"continued {rate:g}"] = (dict(later, dense=True, learning_rate=rate), None)
+for rate in (5e-3, 1e-2):
+    frozen = dict(later, memory="ffn", frozen=True, learning_rate=rate)
+    variants[f"frozen {rate:g}"] = (frozen, None)
+for rate in (2.5e-3, 5e-3):
+    both = dict(later, memory="ffn", learning_rate=rate, memory_lr=round(1e-2 / rate, 4))
+    variants[f"co-trained {rate:g}"] = (both, None)
+baseline = "anchor"
+claims = ["continued 0.0025 > frozen 0.01", "continued 0.0025 > co-trained 0.0025"]
