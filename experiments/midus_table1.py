@@ -12,11 +12,11 @@ So that column asks who forgets least. blimp, in place of the paper's seven zero
 share of BLiMP's minimal pairs of which the grammatical sentence is likelier; its sampling error is
 0.006.
 
-All methods have one rate here, as in the paper: the one of midus_rates.py's four at which they
-forget about as much a byte as the paper's do, the lowest. At a higher one everybody learns more and
-forgets more; the rows "at 0.002" are three of that file's, four times as long, and it says what
-"values 30x annealed" is. Avg-DeUS and LESA begin worse than the base. LESA's network has few steps
-to learn in at this width (model_midus.py's fill_lesa).
+All methods have one rate here, as in the paper: the lowest of midus_rates.py's four, at which they
+forget least, yet more a byte than the paper's do. At a higher one most learn more and forget more;
+the rows "at 0.002" are three of that file's, four times as long, and it says what "values 30x
+annealed" is. Avg-DeUS and LESA begin worse than the base. LESA's network has few steps to learn in
+at this width (model_midus.py's fill_lesa).
 
 There is one base; the seeds are those of what comes after. "base on old" is what as many tokens of
 the old domain would still have given the base: if more than 0.01, it was not trained to its end.
