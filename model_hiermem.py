@@ -784,10 +784,6 @@ def start(path, ckpt, fields):
     fields: those of Config that were given or that the data has. Blocks that the checkpoint lacks
     get their initial values from train.py."""
     have = ckpt["model_config"]
-    unknown = have.keys() - Config.__dataclass_fields__.keys()
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise ValueError(f"{path} is a checkpoint of another model: it has {names}")
     free = {"frozen", "generic", "memory_lr", "block_size", "sparse_memory", "bank_device"}
     if have["memory"] == "none":
         free |= {"memory", "clusters", "ranks", "memory_layers", "retriever"}

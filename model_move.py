@@ -30,9 +30,9 @@ heads, and a value vector has d_kv = H_kv d_h numbers.)
 What to compare it with (below the fold): LaVE, a table of value embeddings for every second layer
 (eq. 6), and both of them inside Multi-head Latent Attention (eq. 7). The backbone is nanochat's of
 January 2026: norms without weights, rotary embeddings, normed queries and keys, relu^2, untied
-embeddings, soft-capped logits, full attention (from the 11th on three layers of four there see half
-of the context), and x = resid_lambda * x + x0_lambda * x0 before each block, where x0 is the normed
-embedding.
+embeddings, soft-capped logits, full attention (since 11 January three nanochat layers in four see
+half of the context), and x = resid_lambda * x + x0_lambda * x0 before each block, where x0 is the
+normed embedding.
 
     python train.py --model=move --depth=4 --memory_scale=4     # x4; --dense=True: without a memory
 """

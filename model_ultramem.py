@@ -65,10 +65,9 @@ class Config:
     memory_layers: str = ""       # 4,8 | all | 2:5/6:9 (reads in 2, adds after 5); "": by memory
     n_keys: int = -1              # n: n^2 slots; -1: the size of 56 experts (MoE: n experts)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
-    top_k: int = -1               # m, slots a head picks; -1: 32 L a token in all layers (MoE: 8)
-    key_dim: int = -1             # D_k; -1: d/4 per rank (Table 10), else d/2 (4.2.4; UltraMem d/4)
-    value_dim: int = -1           # D_v; -1: 3d/16, 4.2.5's 3 D_p (UltraMem d/2, older memories d;
-                                  # MoE: the numbers of an expert)
+    top_k: int = -1               # m, slots a head picks; -1: 32 L in all layers together (MoE: 8)
+    key_dim: int = -1             # D_k; -1: d/4, with rank_queries=0 d/2 (4.2.4; UltraMem d/4)
+    value_dim: int = -1           # D_v; -1: 3d/16, 3 D_p (UltraMem d/2, older d, MoE an expert's)
     pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain values (-1 of older memories)
     rank_queries: int = -1        # 1: a query per Tucker rank; 0: one for all; -1: 1 (UltraMem 0)
     virtual: int = -1             # E, blocks of virtual slots over the values; -1: 1 (UltraMem 4)

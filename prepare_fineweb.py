@@ -7,14 +7,15 @@ needs nothing but Python.
     python prepare_fineweb.py --source=pydocs     # this Python's documentation -> data/pydocs
 
 A record is {"text"} or {"prompt", "answer"}, one kind per corpus: a line of a .jsonl, a row of a
-.parquet, or some 100,000 characters of a .txt, to a blank line. A document is the token eot and
-its text, or eot, prompt, answer, these two tokenised apart. For the second kind a .mask file beside
-the shard has 1 at every token that is to be predicted: the answer's tokens and eot, for the next
-document's opening eot is what ends an answer. With --block_size=N a document is a training window
-of its own: eot, prompt, answer, and eot up to N + 1 tokens, of which only the first is predicted.
-Held-out documents are chosen by the sha256 of their text, so that a text is on the same side in
-every run. Where files named val, valid or validation, alone or with more behind - _ . (val.txt,
-val-1.txt), lie beside others, these are held out instead.
+.parquet, or some 100,000 characters of a .txt, to a blank line (of one .txt alone a hundredth, if
+that is less). A document is the token eot and its text, or eot, prompt, answer, these two tokenised
+apart. For the second kind a .mask file beside the shard has 1 at every token that is to be
+predicted: the answer's tokens and eot, for the next document's opening eot is what ends an answer.
+With --block_size=N a document is a training window of its own: eot, prompt, answer, and eot up to N
++ 1 tokens, of which only the first is predicted. Held-out documents are chosen by the sha256 of
+their text, so that a text is on the same side in every run. Where files named val, valid or
+validation, alone or with more behind - _ . (val.txt, val-1.txt), lie beside others, these are held
+out instead.
 
 --clusters=8,8 cuts the documents into windows of --window=512 tokens, fits a tree to those of train
 (8 nodes, then 8 in each), and packs the windows of one leaf into sequences of block_size + 1
@@ -282,8 +283,10 @@ def configure(argv: list, namespace: dict) -> tuple:
         option, equals, text = argument.partition("=")
         if option not in kinds:
             near = difflib.get_close_matches(option, kinds, 1)
-            hint = f"{near[0]}=" if near else "--help"
-            raise ConfigError(f"unknown option {argument}: did you mean {hint}?")
+            hint = f"did you mean {near[0]}=? " if near else ""
+            need(option[2:] not in namespace, f"{option} cannot be given: its default is no int, "
+                                              "float, bool or str")
+            raise ConfigError(f"unknown option {argument}: {hint}--help lists all")
         kind = kinds[option]
         need(equals, f"{option} needs a value: {option}={'True' if kind is bool else 'VALUE'}")
         try:
@@ -486,6 +489,8 @@ def load_meta(folder) -> dict:
     """
     folder = Path(folder)
     file = folder / "meta.json"
+    need(not folder.is_file(), f"{folder} is no data folder: `python prepare_fineweb.py "
+                               f"--source={folder}` makes one of its text")
     need(folder.is_dir(), f"there is no data folder {folder}: --dataset= says where it is, or make "
                           "one with `python prepare_fineweb.py`, --help tells how")
     need(not folder.name.endswith(".partial"), f"{folder} was left by an interrupted preparation: "
@@ -513,7 +518,7 @@ def load_meta(folder) -> dict:
 def _meta_of_shards(folder):
     shards = sorted(folder.glob("*.bin"))
     need(shards, f"{folder} holds neither meta.json nor *.bin: `python prepare_fineweb.py "
-                 f"--out={folder}` fills it")
+                 f"--source={folder}` makes a data folder of its texts")
     for name in ("tokenizer.json", "token_bytes.npy"):
         need(not (folder / name).exists(), f"{folder} holds {name} and no meta.json, so what its "
                                            "tokens mean is not known: prepare the folder again")
@@ -538,7 +543,7 @@ def find_dataset(name: str) -> Path:
     if name == "pydocs" and not (data / "pydocs/meta.json").exists():
         prepare(source="pydocs", out=str(data / "pydocs"))     # of several processes one builds it
     here, named = Path(name), data / name
-    if here.is_dir() or "/" in name and not named.is_dir():    # a path, there or not
+    if here.exists() or "/" in name and not named.is_dir():    # a path, there or not
         return here
     return named
 
@@ -565,7 +570,8 @@ def _open_shard(path):
     types = {magic: dtype for dtype, magic in FORMATS.items()}
     dtype = types.get(tuple(header[:2].tolist()))
     need(dtype and len(header) == HEADER,
-         f"{path} is not a token shard: it does not start with 20240520, 1 or 20240801, 7 (llm.c)")
+         f"{path} is not a token shard: it does not start with 20240520, 1 or 20240801, 7 (llm.c). "
+         "nanoGPT's have no header: prepare their text, --source=input.txt")
     size = path.stat().st_size
     whole = 4 * HEADER + int(header[2]) * dtype.itemsize
     need(size == whole, f"{path} is cut off or damaged: {size:,} bytes instead of {whole:,}")
@@ -701,7 +707,7 @@ def read_documents(c):
                            "one kind")
         # A lone surrogate, which JSON can spell, has no UTF-8.
         *prompt, text = [text.encode(errors="replace").decode() for text in texts]
-        if any(texts):
+        if any(text.strip() for text in texts):
             topic = row.get(c.topic_field)
             yield split, prompt[0] if prompt else None, text, "" if topic is None else str(topic)
 
@@ -743,13 +749,16 @@ def find_files(path):
 def read_files(path, text_field):
     """Yields (split or "", where, record) of a file or of the files in a folder."""
     files, val = find_files(path)
+    size = 100_000
+    if len(files) == 1:     # a small text, too, must have enough pieces that some are held out
+        size = max(1000, min(size, files[0].stat().st_size // 100))
     for file in val + [file for file in files if file not in val]:     # max_tokens cuts train
         split = ""
         if val:
             split = "val" if file in val else "train"
         n = 0
         try:
-            for n, row in enumerate(_rows(file, text_field), 1):
+            for n, row in enumerate(_rows(file, text_field, size), 1):
                 yield split, f"{file}, record {n}", row
         except ImportError:
             raise
@@ -758,8 +767,8 @@ def read_files(path, text_field):
             raise ConfigError(f"{where}: {error}") from None
 
 
-def _rows(file, text_field):
-    """Yields a file's records."""
+def _rows(file, text_field, size):
+    """Yields a file's records; of a .txt pieces of about size characters."""
     name = file.name.lower()
     if name.endswith(".parquet"):
         yield from _dataset("parquet", data_files=glob.escape(str(file)))
@@ -767,7 +776,7 @@ def _rows(file, text_field):
     opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix.lower(), open)
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
         if name.removesuffix(".gz").removesuffix(".xz").endswith(".txt"):
-            for piece in _pieces(iter(lambda: lines.readline(100_000), "")):
+            for piece in _pieces(iter(lambda: lines.readline(100_000), ""), size):
                 yield {text_field: piece}
         else:
             yield from (json.loads(line) for line in lines if line.strip())

@@ -45,7 +45,7 @@ dtype = ""              # float32 | bfloat16, by autocast; empty: bfloat16 on a 
 inspect = False         # pictures of what the model's inspect() returns for the prompt
 words = ""              # of the prompt, by commas: those that --inspect looks at; empty: its last
 leaf = ""               # hierarchical memories: generic | none | a leaf; empty: the prompt's path
-block = ""              # theirs: closed nodes, "level:node,..."; best:level: the path's own there
+block = ""              # theirs: closed nodes, 2:17,... or best:2, the path's own of level 2
 embedder_path = ""      # theirs: folder of the tree's embedder, where that is not installed
 _defaults = {key: value for key, value in globals().items()
              if key[0].islower() and isinstance(value, (int, float, str))}
@@ -81,7 +81,8 @@ def start(path, ckpt, fields):
     have = ckpt["model_config"]
     for key, value in fields.items():
         same = key == "block_size" or value in (-1, "", have.get(key))
-        need(same, f"{key}={value}: {path} has {key}={have.get(key)}; leave {key} out")
+        need(same, f"{key}={value}: {path} has {key}={have.get(key)}; leave {key}, depth and "
+             "preset out")
     block_size = fields.get("block_size", have["block_size"])
     return {"model_config": {**have, "block_size": block_size}, "model": ckpt["model"]}
 
@@ -91,7 +92,7 @@ def load_module(name):
     try:
         module = importlib.import_module(f"model_{name}")
     except ModuleNotFoundError as error:
-        if not f"model_{name}".startswith(str(error.name)):
+        if error.name != f"model_{name}".partition(".")[0]:
             raise
         found = sorted(path.stem[6:] for path in Path(__file__).parent.glob("model_*.py"))
         message = f"model={name}: there is no model_{name}.py here; there are {', '.join(found)}"
@@ -140,7 +141,7 @@ def load_checkpoint(path, sums=False) -> dict:
     """A ckpt.pt, or its folder -> what train.py saved; the tensors stay in the file until used.
     sums: compares the checksums of all its parts first, for which it is read whole."""
     path = Path(path) / "ckpt.pt" if Path(path).is_dir() else Path(path)
-    need(path.is_file(), f"no checkpoint {path}: train.py makes one, --out_dir= names another")
+    need(path.is_file(), f"no checkpoint {path}: train.py makes one in its out_dir")
     with reading(path, "cannot be read, it is cut short or no checkpoint"):
         damaged = sums and zipfile.ZipFile(path).testzip()
         need(not damaged, f"{path} is damaged: the sum of {damaged} is wrong")
@@ -175,6 +176,7 @@ def assemble(path, ckpt):
 def load_model(path, device) -> tuple:
     """Checkpoint -> (model on `device` in eval mode, tokenizer, checkpoint)."""
     ckpt, device = load_checkpoint(path), pick_device(device)
+    load_module(ckpt["config"]["model"])        # an error in it is not the checkpoint's
     with reading(path):
         model = assemble(path, ckpt).to(device)
         return model.eval(), find_tokenizer(path, ckpt["data"]), ckpt
@@ -190,6 +192,8 @@ def load_start(path, module, fields, dataset=None) -> dict:
     else:
         ckpt = load_checkpoint(source, sums=True)
         assemble(source, ckpt)      # a checkpoint that lacks a tensor must not train from random
+    unknown = sorted(ckpt["model_config"].keys() - module.Config.__dataclass_fields__.keys())
+    need(not unknown, f"{path} is a checkpoint of another model: it has {', '.join(unknown[:3])}")
     if dataset:
         check_tokens(path, ckpt.get("data", {}), dataset)
     return module.start(path, ckpt, fields)

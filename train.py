@@ -117,6 +117,7 @@ def flags_of(path):
     if "variants" in settings:
         from experiments.run import main
         sys.exit(main(path, [*(file for file in files if file != path), *options]))
+    need("Model" not in settings, f"{path} is a model: --model={Path(path).stem[6:]} trains it")
     assigned.update(settings)
     return [f"--{key}={value}" for key, value in settings.items()
             if (isinstance(value, KINDS) or key in defaults) and key[0] != "_"]
@@ -259,7 +260,7 @@ eval_tokens = automatic(eval_tokens, 16384, 10485760)
 if batch_tokens == -1:                             # about so many
     batch_tokens = max(1, automatic(-1, 1024, 131072) // (block_size * world)) * block_size * world
 need(batch_tokens % (block_size * world) == 0, f"batch_tokens={batch_tokens}: must be a multiple "
-     f"of block_size={block_size}, and with it of {world} processes")
+     f"of block_size={block_size} (times {world} processes)")
 n_sequences = batch_tokens // block_size           # of a step, in all processes
 batch_size = min(automatic(batch_size, 8, 32), n_sequences // world)
 while n_sequences // world % batch_size:
@@ -294,6 +295,8 @@ show(f"{batch_tokens:,} tokens a step = {n_sequences} x {block_size}, {batch_siz
      f"once; {max_iters} steps")
 show(f"{optimizer}, learning rate {learning_rate:g}, {schedule}; data {folder}")
 show(f"{device}, {dtype} ({why})")
+if init_from == "scratch" and not all(p.requires_grad for p in raw.parameters()):
+    show("what is frozen stays random: --init_from= gives it trained values")
 if dry_run:
     for name, p in raw.named_parameters():
         show(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")

@@ -16,7 +16,7 @@ Hierarchical memories:
     blocking        the loss of each topic's text with each topic's memories
     rag             the loss with a retrieved text in the context (Appendix H)
 Any model:
-    parts           the loss without one layer's attention, FFN or memory
+    parts           the loss without one layer's attention, FFN or (UltraMemV2, MIDUS) memory
 
 Values are what W_V puts out; mixed values are what attention sums up: MoVE's memory and LIMe's
 router have changed them. Where nothing else is said, hierarchical memories are the generic ones.

@@ -269,5 +269,7 @@ def main(argv):
 
 if __name__ == "__main__":
     guard("gpu_check.py")
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        sys.exit(print(__doc__))
     need(tiny or torch.cuda.is_available(), "no GPU here; --tiny rehearses on a CPU")
     sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ baseline, as in which_memory, but on text that every machine has: Python's own d
 
 1M tokens and one seed: differences below 0.02 bits per byte say nothing. The others have their best
 learning rates of which_rates.py; yours has those of the one of them whose Config is most like its
-own, from which it was copied (a copy of MIDUS, which is not here, wants its own).
+own, from which it was copied (of MIDUS, which is not here, a copy needs its own, in this file).
 """
 import sys
 from pathlib import Path

@@ -339,12 +339,18 @@ def folder_of(exp, scale, name, seed):
     return f"out/{exp.name}-{scale}/{slug(name)}/s{seed}"
 
 
-def plan(exp, opt, dataset):
-    """All runs, seed by seed."""
+def names_of(exp, opt):
+    """The variants that --only= names."""
     only = [name.strip() for name in opt.only.split(",")] if opt.only else []
     for name in only:
         need(name in exp.variants, f"--only={opt.only}: there is no variant {name!r}, "
              f"but {', '.join(exp.variants)}")
+    return only
+
+
+def plan(exp, opt, dataset):
+    """All runs, seed by seed."""
+    only = names_of(exp, opt)
     wanted = {exp.baseline.get(name, name) for name in only} | set(only)      # a row has two runs
     for name in reversed(exp.variants):                         # and what it starts from: above it
         init_from = str(settings(exp, opt.scale, name).get("init_from", ""))
@@ -959,6 +965,7 @@ def main(path, argv, dataset=""):
     need(opt.seeds == -1 or opt.seeds >= 1, f"seeds={opt.seeds}: must be at least 1")
     with reading(path):
         exp = load_experiment(path, opt.scale)
+    names_of(exp, opt)                                          # before any data is prepared
     results = results_file(exp.name, opt.scale)
     need(results.exists() or not opt.table_only, f"no results in {results.relative_to(ROOT)} yet")
     runs = []

@@ -81,6 +81,10 @@ def home(runs, text_folder):
     (home / "image.png").write_bytes(b"no text")
     (home / "empty").mkdir()
     (home / "repo/model_broken.py").write_text("x = = 1\n")
+    (home / "repo/model_nano.py").write_text("from model import GPT\n")       # nanoGPT's
+    lime = (ROOT / "model_lime.py").read_text()
+    field = "    n_shift: int = None\n    tied: bool ="
+    (home / "repo/model_unset.py").write_text(lime.replace("    tied: bool =", field, 1))
     return home
 
 
@@ -147,7 +151,8 @@ CASES = r"""
 -  --model=  there is no model_.py
 -  --model=..  model=..: there is no
 -  --model=broken  invalid syntax (model_broken.py, line 1)
--  --depht=4  did you mean --depth=?
+-  --depht=4  did you mean --depth=? --help lists all
+-  --zzzzzz=4  unknown option --zzzzzz=4: --help lists all
 -  --depth=four  --depth wants a whole number
 -  --depth=1.5  --depth wants a whole number
 -  --depth=  --depth wants a whole number
@@ -230,11 +235,15 @@ CASES = r"""
 -  --gate_v=7  gate_v=7
 -  --memory_scale=-1  memory_scale=-1.0
 -  nowhere.py  no config file nowhere.py
+-  repo/model_lime.py  repo/model_lime.py is a model: --model=lime trains it
+-  --model=nano  No module named 'model'
+-  --init_from=run --depth=2  leave n_layer, depth and preset out
+-  --model=unset --n_shift=3  --n_shift cannot be given: its default is no int, float, bool or str
 -  data  no config file data
 -  --dataset=nowhere  there is no data folder
 -  --dataset=data/nowhere  there is no data folder data/nowhere:
--  --dataset=text.jsonl  there is no data folder
--  --dataset=empty  neither meta.json nor *.bin
+-  --dataset=text.jsonl  prepare_fineweb.py --source=text.jsonl` makes one of its text
+-  --dataset=empty  neither meta.json nor *.bin: `python prepare_fineweb.py --source=empty`
 -  --dataset=run  neither meta.json nor *.bin
 -  --dataset=data --out_dir=data  data is a data folder: choose another
 -  --init_from=nowhere  no checkpoint nowhere
@@ -364,10 +373,10 @@ data/val_000000.bin = b""  -  is not a token shard
     --sample_tokens=0
 -  --depth=2  has n_layer=1
 -  --memory=lave  has memory=move
--  --model=lime  run cannot be used here
+-  --model=lime  run is a checkpoint of another model
 -  --vocab_size=300  has vocab_size=257
 run/ckpt.pt: c["data"]["vocab_size"] = 9  -  data has another tokenizer than run
--  --init_from=bank  bank cannot be used
+-  --init_from=bank  bank is a checkpoint of another model
 -  --preset=d12  has n_layer=1
 run/ckpt.pt: c["model_config"]["new_knob"] = 1  -  new_knob
 run/ckpt.pt: c["model"].pop("embed.weight")  -  Missing key(s) in state_dict: "embed.weight"
@@ -451,6 +460,7 @@ tree/meta.json: c["retriever"] = "y"  --init_from=bank  has retriever=
 -  --leaf=3  leaf=3, block=: this model has no such
 -  --embedder_path  --embedder_path needs a value
 run/ckpt.pt: c["config"]["model"] = "gone"  -  there is no model_gone.py
+run/ckpt.pt: c["config"]["model"] = "broken"  -  invalid syntax (model_broken.py, line 1)
 run/ckpt.pt: c["data"].update(tokenizer="bpe", folder="gone")  -
     needs the tokenizer.json of its data folder
 run/ckpt.pt: c["data"]["tokenizer"] = 3  -  run
@@ -614,6 +624,7 @@ exp.py = c + b'model = "gone"'  exp.py  model_gone.py
 exp.py = c + b'metric = 7'  exp.py  exp.py
 exp.py = c + b'prepare = "--source=x"'  exp.py  `prepare` must say --out=data/NAME
 exp.py = c + b'prepare = 7'  exp.py  exp.py
+exp.py = c + b'prepare = "--source=gone --out=data/x"'  exp.py --only=C  there is no variant 'C'
 repo/experiments/results/exp-cpu.jsonl = b"{"  exp.py --table_only=True  exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b"[1]\n"  exp.py --table_only=True  exp-cpu.jsonl
 repo/experiments/results/exp-cpu.jsonl = b'{"variant": "A", "seed": 0, ' + row

@@ -1,7 +1,7 @@
 """
-The tree of topics over a training text, for hierarchical memories (papers/hiermem.txt, section 2.1
-and Appendix C): embedders of text, balanced k-means, the greedy walk from the root to a leaf, and
-the sequences of one leaf each that `prepare_fineweb.py --clusters=8,8` writes.
+The tree of topics over a training text, for hierarchical memories (Pouransari et al. 2025, section
+2.1 and Appendix C): embedders of text, balanced k-means, the greedy walk from the root to a leaf,
+and the sequences of one leaf each that `prepare_fineweb.py --clusters=8,8` writes.
 
     text --embedder--> x (c,) --nearest of 8--> node of level 1 --nearest of its 8--> leaf
 
