@@ -4174,7 +4174,11 @@ def test_a_dry_run_counts_moments_of_what_is_trained_alone(capsys):
         model = model_midus.Model(config)
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert f"{(4 * total + 8 * trained) / 2 ** 30:.2f} GiB" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"{(4 * total + 8 * trained) / 2 ** 30:.2f} GiB" in text
+    assert "what is frozen stays random: --init_from=" in text
+    train(flags, expect="0")
+    assert "stays random" not in capsys.readouterr().out
 
 
 def test_losses_in_bfloat16_are_those_in_float32(tiny, tmp_path):
