@@ -127,6 +127,8 @@ def write_checkpoint(path, state):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
+        if "OutOfMemoryError" in repr(error) or "allocate memory" in repr(error):
+            raise
         raise ConfigError(f"{path} cannot be written, {error}: make room on its disk, or give "
                           "another --out_dir=") from None
     finally:
@@ -270,6 +272,7 @@ def pick_device(name):
     need(name.split(":")[0] in ("cuda", "mps", "cpu"), f"device={name}: choose cuda, mps or cpu")
     try:
         torch.empty(1, device=name)
+        name = "cpu" if name.startswith("cpu:") else name
         if name.startswith("cuda:"):
             torch.cuda.set_device(name)
     except (RuntimeError, AssertionError) as error:
@@ -282,7 +285,7 @@ def pick_device(name):
 def check_length(model, length):
     block_size = model.config.block_size
     need(0 < length <= block_size, f"the prompt has {length} tokens, the model's context "
-         f"(block_size) is {block_size}")
+         f"(block_size) is {block_size}: shorten it")
 
 
 def choose(logits, temperature, top_k, top_p, generator=None):
@@ -559,6 +562,7 @@ def main(argv):
     path = Path(c.out_dir or max(runs, key=os.path.getmtime, default="out/*/ckpt.pt"))
     model, tok, ckpt = load_model(path, c.device)
     if c.prompt == "-":
+        need(sys.stdin, "--prompt=-: there is no stdin; pipe the text in")
         c.prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
     # From stdin or the command line: bytes that are no UTF-8 become U+FFFD.
     c.prompt = c.prompt.encode(errors="surrogateescape").decode(errors="replace")

@@ -1189,6 +1189,7 @@ def test_the_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch):
     for name in ("cpu", "cuda", "cuda:1"):
         assert sample.pick_device(name) == name
     assert current == ["cuda:1"]
+    assert sample.pick_device("cpu:7") == "cpu"
 
 
 def operator_calls():
@@ -3740,6 +3741,13 @@ def train(*flags, expect="", **more):
     assert expect in said, said
 
 
+def glibc_with_huge_pages():
+    import platform
+    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    asked_for = switch.exists() and "[madvise]" in switch.read_text()
+    return asked_for and platform.libc_ver()[0] == "glibc"
+
+
 @pytest.fixture
 def tiny(text_folder, tmp_path):
     """train() at a tiny size on the easy text, in tmp_path; a flag that is given again wins."""
@@ -3926,6 +3934,40 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tiny, text_folder, tmp_path):
     assert not (tmp_path / "ckpt.pt.tmp").exists()
 
 
+def test_too_little_memory_is_not_blamed_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "save", Mock(side_effect=RuntimeError("can't allocate memory")))
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        sample.write_checkpoint(tmp_path / "ckpt.pt", {})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_first_compilation_draws_no_random_numbers_of_the_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda net, **options: net)
+
+    def draw(self, context, seed, rows):
+        torch.rand(1)
+        return {}
+
+    monkeypatch.setattr(model_move.Model, "training_context", draw, raising=False)
+    states = []
+    for way in (0, 1):
+        tiny(f"--max_iters=2 --compile={way}")
+        states.append(load_ckpt(tmp_path)["rng"])
+    assert torch.equal(*states)
+
+
+@pytest.mark.skipif(not glibc_with_huge_pages(), reason="Linux with glibc and huge pages on demand")
+def test_a_run_gets_huge_pages(text_folder, tmp_path):
+    """torch asks for them only if it was told so before its first tensor, in this process."""
+    flags = [*TINY, "--max_iters=1", "--memory_scale=100", f"--dataset={text_folder}"]
+    code = ("import runpy, sys\n"
+            f"sys.argv = {['train.py', *flags, f'--out_dir={tmp_path}']}\n"
+            "run = runpy.run_path('train.py', run_name='train')\n"
+            "print('huge:', open('/proc/self/smaps').read().count(' hg'))")
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert int(process.stdout.rsplit("huge:", 1)[1]) > 0
+
+
 def test_micro_batches_do_not_change_a_run(tiny, tmp_path):
     """Rows of prompts and answers have different numbers of targets: a step's loss is the mean over
     all of them."""
@@ -4012,7 +4054,9 @@ def test_an_interrupted_torchrun_saves_and_goes_on_exactly(text_folder, tmp_path
      [0.01] * 5 + [0.001 + 0.009 * f for f in (0.75, 0.5, 0.25)]),
     ("--schedule=cosine --warmup=0.25",
      [0.01 / 3, 0.02 / 3] + [0.005 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]),
-], ids=["wsd", "cosine"])
+    ("--schedule=wsd --warmdown=0.75 --warmup=0.75",            # down before it was up
+     [0.01 / 7, 0.02 / 7, 0.03 / 7, 0.04 / 7, 0.04 / 6, 0.03 / 6, 0.02 / 6, 0.01 / 6]),
+], ids=["wsd", "cosine", "both at once"])
 def test_schedules(flags, wanted, tiny, tmp_path):
     tiny("--max_iters=8 --learning_rate=0.01 --optimizer=adamw", flags)
     assert log_of(tmp_path, "lr") == approx(dict(enumerate(wanted, 1)))
@@ -4284,6 +4328,37 @@ def test_an_earlier_runs_files_move_aside_together(tiny, tmp_path):
         assert previous.read_bytes() == contents != path.read_bytes()
 
 
+def test_a_kill_while_an_earlier_runs_files_move_loses_none(tiny, tmp_path, monkeypatch):
+    """At each of the renames; the next run of the same command finds all of them."""
+    replace, unlink = os.replace, Path.unlink
+    left = 0
+
+    def killed(change, *arguments, **more):
+        nonlocal left
+        if "previous-" in str(arguments[-1]):
+            left -= 1
+            if left < 0:
+                raise ValueError("killed")
+        return change(*arguments, **more)
+
+    tiny("--max_iters=1")
+    tiny("--max_iters=1")                                      # there are previous- files, too
+    files = {path.name: path.read_bytes() for path in files_of(tmp_path)
+             if not path.name.startswith("previous-") and path.name != "tokenizer.json"}
+    monkeypatch.setattr(os, "replace", functools.partial(killed, replace))
+    monkeypatch.setattr(Path, "unlink", lambda *given, **more: killed(unlink, *given, **more))
+    for moment in (0, 3, 6, 1, 1, 1):
+        left = moment
+        tiny("--max_iters=1", expect="killed")
+        for name, content in files.items():
+            places = (tmp_path / name, tmp_path / f"previous-{name}")
+            assert content in [path.read_bytes() for path in places if path.exists()], name
+    left = 100
+    tiny("--max_iters=1 --seed=5")
+    for name in {"ckpt.pt", "log.jsonl", "result.json", "loss.png"}:
+        assert (tmp_path / f"previous-{name}").read_bytes() == files[name]
+
+
 def test_an_earlier_checkpoint_keeps_its_tokenizer_if_a_run_saves_nothing(tmp_path):
     """As one that is killed before its first checkpoint."""
     folders = []
@@ -4342,8 +4417,12 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(
     before = log_of(finished_run, "val_loss")[2]
     assert log_of(tmp_path / "new", "val_loss")[0] == approx(before, abs=1e-5)
     tiny("--depth=-1 --max_iters=0", init_from=finished_run, out_dir=tmp_path / "new")
-    for begin in ("scratch", tmp_path / "narrow"):             # the width goes before the depth's
-        tiny("--n_embd=32 --max_iters=1", init_from=begin, out_dir=tmp_path / "narrow")
+    narrow = tmp_path / "narrow"
+    for begin, out in (("scratch", narrow), (narrow, tmp_path / "more narrow")):
+        tiny("--n_embd=32 --max_iters=1", init_from=begin, out_dir=out)    # the width counts first
+    for itself in (narrow, narrow / "ckpt.pt"):
+        tiny("--max_iters=1", init_from=itself, out_dir=narrow, expect="would write there, too")
+    assert load_ckpt(narrow)["step"] == 1
 
 
 def test_a_checkpoint_goes_with_its_own_tokenizer(text_folder, tmp_path):
@@ -4423,7 +4502,8 @@ def run_sample(*flags, stdin="", **more):
     with pytest.MonkeyPatch.context() as patch:
         for name in ("stdout", "stderr"):
             patch.setattr(sys, name, io.StringIO())
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        given = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin.encode()))
+        patch.setattr(sys, "stdin", given)
         sample.main(as_flags(flags, more))
         return sys.stdout.getvalue(), sys.stderr.getvalue()
 
@@ -4508,6 +4588,8 @@ def test_a_sample_opens_with_eot_ends_with_it_and_has_a_seed(trained, monkeypatc
     written("--prompt=-", stdin="ab\n\n")
     ab = [256, 97, 98]
     assert seen == [[ab], [ab], [[*ab, 10]]], "the last newline of stdin is the shell's"
+    with pytest.raises(ConfigError, match="there is no stdin"):
+        written("--prompt=-", stdin=None)
 
 
 def test_inspect_draws_gates(trained):

@@ -168,12 +168,11 @@ need(world == 1 or ":" not in device, f"device={device}: torchrun gives each pro
      "leave the number out")
 if world > 1 and device in ("", "cuda") and torch.cuda.is_available():
     torch.cuda.set_device(local_rank)              # first, or all would open the same GPU
+keep_freed_memory()                                # before torch allocates anything
 device = pick_device(device)
 gpu = device.startswith("cuda")
 if gpu:
     torch.backends.cuda.matmul.allow_tf32 = True
-else:
-    keep_freed_memory()
 if world > 1 and not dist.is_initialized():
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")   # a bank may be on the CPU
 if not preset:
@@ -181,6 +180,8 @@ if not preset:
 out_dir = out_dir or f"out/{model}-{preset or f'd{depth}'}{'-dense' if dense else ''}"
 out, locked = Path(out_dir), None
 resume = init_from == "resume"
+need(Path(init_from).resolve() not in (out.resolve(), out.resolve() / "ckpt.pt"),
+     f"init_from={init_from}: this run would write there, too; give another --out_dir=")
 need(not (out / "meta.json").exists(), f"{out} is a data folder: choose another out_dir")
 if master and not dry_run and (out.exists() or not resume):
     out.mkdir(parents=True, exist_ok=True)
@@ -413,12 +414,14 @@ def forward_backward(x, y, context):
 
 def schedule_factor(step):
     """Multiplier of every scheduled learning rate for update number `step`, from 0."""
-    if step < warmup_iters:
-        return (step + 1) / (warmup_iters + 1)
+    rising = min(1.0, (step + 1) / (warmup_iters + 1))
     floor = min_lr / max(learning_rate, 1e-30)
     left = max_iters - step
     if schedule == "wsd":
-        return floor + (1 - floor) * min(1.0, left / max(warmdown * max_iters, 1e-9))
+        down = min(1.0, left / max(warmdown * max_iters, 1e-9))
+        return min(rising, floor + (1 - floor) * down)
+    if step < warmup_iters:
+        return rising
     falling = max(1, max_iters - warmup_iters)
     return floor + (1 - floor) * 0.5 * (1 - math.cos(math.pi * left / falling))
 
@@ -449,7 +452,7 @@ def train_step(batch, step, want_norm=False):
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = average_sparse(p.grad)
     if want_norm or grad_clip:
-        norm = clip_grads(list(raw.parameters()), grad_clip)
+        norm = clip_grads(raw.parameters(), grad_clip)
     set_rates(step)
     for o in optimizers:
         o.step()
@@ -461,8 +464,9 @@ def train_step(batch, step, want_norm=False):
 
 @torch.no_grad()
 def evaluate():
-    """val_loss (nats) and val_bpb (or None) over the first eval_tokens of the validation split, the
-    same ones each time, tokens without bytes left out; a task's accuracy."""
+    """val_loss (nats) and val_bpb (or None) over the first windows of the validation split, in all
+    eval_tokens (at least one window), the same each time; tokens without bytes left out; a task's
+    accuracy."""
     net.eval()
     forward = net if parallel is None else raw     # processes may have unequal numbers of batches
     n = min(max(1, eval_tokens // block_size), val_data.n_windows)
@@ -503,21 +507,21 @@ def begin_output():
     """An earlier run's files become previous-NAME, and what sample.py needs of the data, tokenizer
     and tree of topics, is copied. All previous- files are of one run: of an earlier run that saved
     no checkpoint the files are deleted, and those of the run before it stay. On resume the log is
-    cut at the checkpoint: what came after is done again."""
+    cut at the checkpoint: what came after is done again. ckpt.pt is the last to move, so that a
+    kill on the way loses nothing."""
     if resume:
         (out / "result.json").unlink(missing_ok=True)
         (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
         return
     saved = (out / "ckpt.pt").exists()
-    saved_nothing = (out / "previous-ckpt.pt").exists() and not saved
-    for name in OUTPUTS:
-        if (out / name).exists() and saved_nothing:
-            (out / name).unlink()
-        elif (out / name).exists():
+    saved_before = (out / "previous-ckpt.pt").exists()
+    for name in reversed(OUTPUTS):
+        if saved_before:
+            (out / f"{'previous-' if saved else ''}{name}").unlink(missing_ok=True)
+    for name in reversed(OUTPUTS):
+        if (out / name).exists():
             os.replace(out / name, out / f"previous-{name}")
             show(f"an earlier run's {out}/{name} is now previous-{name}")
-        elif saved:
-            (out / f"previous-{name}").unlink(missing_ok=True)
     for file in folder.iterdir():
         if file.suffix in (".json", ".npz") and file.name != "meta.json":
             (out / file.name).write_bytes(file.read_bytes())
@@ -548,7 +552,7 @@ def clock(seconds):
 
 
 def peak_memory():
-    """Bytes: the most that the GPU's allocator held, or else the process's resident set."""
+    """Bytes at the peak: the tensors on the GPU, or else the process's resident set."""
     if gpu:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -556,7 +560,7 @@ def peak_memory():
 
 
 # ---------------------------------------------------------------- the run
-first_step, step_times = step, []
+step_times = []
 stop = []                                          # the signals that came
 
 
@@ -590,9 +594,10 @@ if resume and master:
     begin_output()
 if compile:                                        # before the clock runs: gradients, thrown away
     buffers = [(b, b.clone()) for b in raw.buffers()]              # a batch norm's statistics
-    for n in (step, step + 1):                     # the second has more or fewer distinct tokens
-        forward_backward(*get_batch(n))
-        raw.zero_grad(set_to_none=True)
+    with torch.random.fork_rng([device] if gpu else []):
+        for n in (step, step + 1):                 # two, so that sizes that vary are compiled so
+            forward_backward(*get_batch(n))
+            raw.zero_grad(set_to_none=True)
     for b, before in buffers:
         b.copy_(before)
 while True:
@@ -601,7 +606,7 @@ while True:
     if due and not evaluated:
         values = evaluate()
         must_be_finite(values["val_loss"], f"the validation loss after step {step}")
-        if master and step == first_step and not resume:
+        if master and step == 0 and not resume:
             begin_output()
         progress |= values
         log_line(step=step, **values, train_seconds=progress["train_seconds"])

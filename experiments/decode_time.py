@@ -52,7 +52,8 @@ def main(argv):
     model, _, _ = load_model(c.out_dir, device)
     block_size = model.config.block_size
     need(c.steps < block_size, f"steps={c.steps}: the run's context is {block_size} tokens")
-    lengths = {max(1, n) for n in (block_size // 8, block_size // 2, block_size - c.steps)}
+    lengths = {max(1, n) for n in (block_size // 8, block_size // 2, block_size - c.steps)
+               if n + c.steps <= block_size}
     print("batch  context  prefill ms | cached: ms/token  tokens/s | not: ms/token  tokens/s")
     for batch_size in (1, 8):
         for length in sorted(lengths):

@@ -29,7 +29,7 @@ from types import NoneType, SimpleNamespace
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from prepare_fineweb import ConfigError, configure, guard, help_text, load_meta, lock, naming
-from prepare_fineweb import need, reading, run_file
+from prepare_fineweb import need, parse_value, reading, run_file
 
 # One-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
@@ -48,7 +48,7 @@ CLAIM_HEAD = ["claim", "difference", "paper's", "trend: 1/4, 1/2, whole", "seeds
 
 @dataclass
 class Options:
-    scale: str = "cpu"          # cpu | gpu: which of the experiment's settings
+    scale: str = "cpu"          # cpu | gpu | one more that the file has: which of its settings
     seeds: int = -1             # seeds per variant; -1: the experiment's number
     only: str = ""              # comma list of variants (their bases run, too); "": all
     dataset: str = ""           # data folder; "": what the experiment's `prepare` makes
@@ -169,14 +169,16 @@ def git(*command):
     return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
 
 
-def commit():
-    """The checkout's commit, "-dirty" if more than results differ from it; "" without git."""
+def commit(model="move"):
+    """The checkout's commit, "-dirty" if more than results differ from it, or if it lacks the
+    model's file; "" without git."""
     try:
         name = git("describe", "--always", "--exclude=*").stdout.strip()
         changed = git("diff", "--quiet", "HEAD", "--", ".", ":!experiments/results").returncode == 1
+        untracked = git("ls-files", "--others", f"model_{model}.py").stdout
     except OSError:
         return ""
-    return f"{name}-dirty" if changed else name
+    return f"{name}-dirty" if changed or untracked else name
 
 
 def machine(device):
@@ -194,7 +196,7 @@ def origin(model, device):
     """What a result says of where it comes from: machine, torch, commit, sources."""
     import torch
     return {"device": machine(device), "threads": torch.get_num_threads(),
-            "torch": torch.__version__, "commit": commit(), "source_hash": source_hash(model)}
+            "torch": torch.__version__, "commit": commit(model), "source_hash": source_hash(model)}
 
 
 # ---------------------------------------------------------------- the experiment file
@@ -223,7 +225,7 @@ def load_experiment(path, scale):
         exp.baseline = dict.fromkeys(exp.variants, exp.baseline)
     for names in (exp.claims, exp.also):
         need(isinstance(names, (list, tuple)), f"{path}: claims and also must be lists of names")
-    leave_out(exp, scale.partition("_")[0])
+    leave_out(exp, scale)
     bases = list(dict.fromkeys(exp.baseline.values()))
     exp.minus = bases[0] if len(bases) == 1 else "its baseline"
     check_names(exp, path)
@@ -235,11 +237,13 @@ def load_experiment(path, scale):
     return exp
 
 
-def leave_out(exp, device):
-    """Without the variants that say cpu=None, or gpu=None, of this device; pairs() knows them."""
+def leave_out(exp, scale):
+    """Without the variants that say None for this scale, or for its device, as in gpu=None, and
+    nothing for the scale; pairs() knows them."""
     exp.left_out = set()
     for name, variant in list(exp.variants.items()):
-        if variant.overrides.get(device, {}) is None:
+        of_device = variant.overrides.get(scale.partition("_")[0], {})
+        if variant.overrides.get(scale, of_device) is None:
             exp.left_out.add(name)
             del exp.variants[name]
             exp.baseline.pop(name, None)
@@ -285,15 +289,19 @@ def settings(exp, scale, name):
     overrides = dict(exp.variants[name].overrides)
     own = {key: overrides.pop(key) for key in list(overrides) if key[:3] in ("cpu", "gpu")}
     device = scale.partition("_")[0]
-    return {"model": exp.model, **getattr(exp, scale), **overrides, **own.get(device, {}),
+    return {"model": exp.model, **getattr(exp, scale), **overrides, **(own.get(device) or {}),
             **own.get(scale, {})}
 
 
 def prepared_data(exp, opt):
     """The data folder; runs `prepare` (prepare_fineweb.py's options, or a command) once."""
-    prepare = exp.prepare if isinstance(exp.prepare, str) else exp.prepare[opt.scale]
+    prepare = exp.prepare
     if opt.dataset or not prepare:
         return opt.dataset.rstrip("/")
+    if isinstance(prepare, dict):
+        need(opt.scale in prepare, f"{exp.name}: `prepare` has no {opt.scale}: add it, or give "
+             "--dataset=FOLDER")
+        prepare = prepare[opt.scale]
     folder = re.search(r"--out=(\S+)", prepare)
     need(folder, f"{exp.name}: `prepare` must say --out=data/NAME, a folder of its own")
     meta = ROOT / folder[1] / "meta.json"
@@ -318,6 +326,8 @@ def prepared_data(exp, opt):
 def find_start(exp, scale, init_from):
     """The experiment and the variant that init_from="@VARIANT" or "@EXPERIMENT/VARIANT" names."""
     other, _, start = init_from[1:].rpartition("/")
+    if init_from[1:] in exp.variants:                           # its name may have a /
+        return exp, init_from[1:]
     if other:
         exp = load_experiment(ROOT / "experiments" / f"{other}.py", scale)
     for name in exp.variants:
@@ -392,6 +402,13 @@ def check_begun(run):
         same = was in (memo_of(run), " ".join(run.flags))       # the base is not in older ones
         need(same, f"{run.folder} was begun with other settings:\n  {was}\nand is now to be\n"
              f"  {memo_of(run)}\nRemove that folder, or rename it.")
+    config = (run.result() or {}).get("config", {})
+    for flag in run.flags:                                      # it may have gone on by hand
+        key, _, text = flag.removeprefix("--").partition("=")
+        if key in config and key not in ("init_from", "dataset") and text not in ("", "-1"):
+            need(parse_value(text, type(config[key])) == config[key], f"{run.folder} has a result "
+                 f"of {key}={config[key]}, which is now to be {text}. Remove that folder, or "
+                 "rename it.")
     code = ROOT / run.folder / "code.txt"                       # older runs have none
     if begun and not run.result() and code.exists():
         same = code_of(run) in same_code(code.read_text())
@@ -426,7 +443,9 @@ def start(run, opt):
     """Start or resume the trainer of a run. Returns its process."""
     folder = ROOT / run.folder
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "flags.txt").write_text(memo_of(run))
+    memo = folder / "flags.txt"
+    if not memo.exists() or memo.read_text() != memo_of(run):
+        memo.write_text(memo_of(run))
     flags = list(run.flags)
     if (folder / "ckpt.pt").exists():                           # its own settings count
         model = run.flags[0]
@@ -547,7 +566,8 @@ def run_all(runs, opt, metric, finished, known):
                     continue
                 if run.needs and not is_finished(run.needs):
                     print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which is not "
-                          "finished: its ckpt.pt and result.json are not both there")
+                          "finished: its ckpt.pt and result.json are not both there; remove that "
+                          "folder and make it again")
                     failed.append(run)
                 elif run.needs and other_base(run):
                     print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which has other "
@@ -887,7 +907,7 @@ def claims_table():
                     lines.append(line([name, *cells]))
             lines += not_run(name, waiting)
         if not reports:
-            exp = load_experiment(path, "gpu" if "gpu" in run_file(path) else "cpu")
+            exp = load_experiment(path, "cpu" if "cpu" in run_file(path) else "gpu")
             lines += not_run(path.stem, [claim_text(exp, *pair) for pair in pairs(exp)])
     return CLAIMS_TITLE + "\n".join(lines) + "\n"
 

@@ -147,6 +147,13 @@ def row_of(opt, flags, runs):
     last = results[-1]
     changed = any(result["source_hash"] != last["source_hash"] for result in results)
     need(not changed, f"the code changed while it ran: remove {entries[0].folder} and run it again")
+    every = [run.result() for run in runs]
+    for key in ("device", "threads", "torch", "data_id"):
+        need(len({result[key] for result in every}) == 1, f"its runs differ in {key}: remove "
+             f"{Path(entries[0].folder).parent.parent} and run it again")
+    for result in every:
+        need(len(every) < 3 or not result["commit"].endswith("-dirty"), "the code changed while it "
+             f"ran: remove {Path(entries[0].folder).parent.parent} and run it again")
     same = ("model", "commit", "source_hash", "data_id", "dtype", "device", "threads", "torch",
             "tokens", "params")
     return {"track": opt["track"], "date": str(date.today()), **{key: last[key] for key in same},

@@ -47,7 +47,7 @@ def trained(flags):
     has gigabytes on a GPU."""
     keep = mock.patch("sample.write_checkpoint", lambda path, content: None)
     with keep, tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        sys.argv = ["train.py", "--eval_tokens=1", "--sample_tokens=0", *flags,
+        sys.argv = ["train.py", *flags, "--eval_tokens=1", "--sample_tokens=0",
                     f"--out_dir={folder}", "--max_iters=3"]
         run = runpy.run_path(str(ROOT / "train.py"), run_name="step_time")
     signal.signal(signal.SIGINT, signal.default_int_handler)    # train.py would end its own step

@@ -460,6 +460,9 @@ def facts(c, folder):
             break
     need(all(splits.values()), f"source={c.source} has too few texts: {len(splits['train'])} to "
          f"train on, {len(splits['val'])} held out")
+    if missing["train"] > 0:
+        print(f"{c.source} has {missing['train']:,} characters less than text_chars="
+              f"{c.text_chars:,}: all of it is taken")
     splits["train"] += fact_documents(invented_facts(c.per_bucket, rng), rng)
     rng.shuffle(splits["train"])
     save_records(folder, splits)

@@ -419,6 +419,52 @@ def test_a_run_begun_with_other_code_is_not_continued(lab):
     assert len(calls(lab)) == 2
 
 
+def test_a_run_that_went_on_by_hand_is_not_taken(lab):
+    path = experiment(lab, 'variants = {"standard": (dict(score="1:1", rate=0.5), None)}')
+    runner.main(path, ["--seeds=1"])
+    forget(lab, "standard", 0)
+    file = lab / "out/toy_table-cpu/standard/s0/result.json"
+    for config in ({"steps": 7, "rate": 0.5, "dataset": "elsewhere"}, {"steps": 9}):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "config": config}))
+        if config["steps"] == 7:
+            assert runner.main(path, ["--seeds=1"]) == 0
+    message = "standard/s0 has a result of steps=9, which is now to be 7"
+    with pytest.raises(ConfigError, match=message):
+        runner.main(path, ["--seeds=1"])
+
+
+def test_what_a_run_is_to_be_is_written_once(lab):
+    """A disk that is full when it goes on leaves it as it was."""
+    path = experiment(lab, 'variants = {"standard": (dict(fail="yes"), None)}')
+    runner.main(path, ["--seeds=1"])
+    memo = lab / "out/toy_table-cpu/standard/s0/flags.txt"
+    os.utime(memo, (1, 1))
+    runner.main(path, ["--seeds=1"])
+    assert len(calls(lab)) == 2 and memo.stat().st_mtime == 1
+
+
+def test_a_variant_may_be_left_out_at_one_scale_and_a_base_may_have_a_slash(lab):
+    path = experiment(lab, """
+        cpu_4M = cpu_9M = dict(steps=8)
+        prepare = dict(cpu="")
+        variants = {
+            "standard": ({}, None),
+            "longer": (dict(cpu=None, cpu_4M=dict(rate=2)), None),
+            "bank 1/4": ({}, None),
+            "tuned": (dict(init_from="@bank 1/4"), None),
+        }
+    """)
+    found = {scale: runner.load_experiment(path, scale) for scale in ("cpu", "cpu_4M", "cpu_9M")}
+    assert ["longer" in exp.variants for exp in found.values()] == [False, True, False]
+    exp = found["cpu_4M"]
+    assert runner.settings(exp, "cpu_4M", "longer") == dict(model="toy", steps=8, rate=2)
+    assert runner.plan(exp, runner.Options(scale="cpu_4M"), "")[3].needs.endswith("bank-1-4/s0")
+    with pytest.raises(ConfigError, match="`prepare` has no cpu_4M: add it, or give --dataset="):
+        runner.prepared_data(exp, runner.Options(scale="cpu_4M"))
+    given = runner.Options(scale="cpu_4M", dataset="books")
+    assert runner.prepared_data(exp, given) == "books"
+
+
 STARTED = '''
     variants = {
         "standard": (dict(score="1:1"), None),
@@ -868,6 +914,8 @@ def test_the_commit_of_a_run_is_dirty_by_code_and_not_by_results(tmp_path, monke
     assert re.fullmatch("[0-9a-f]{7,}", name)
     result.write_text("2")
     assert runner.commit() == name
+    (tmp_path / "model_mine.py").write_text("1")
+    assert (runner.commit(), runner.commit("mine")) == (name, name + "-dirty")
     code.write_text("2")
     assert runner.commit() == name + "-dirty"
 

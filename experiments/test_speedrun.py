@@ -183,11 +183,18 @@ def test_what_is_finished_counts_and_what_was_stopped_begins_anew(track):
     assert len(calls(track)) == 2 + 2 + 4 + 2
 
 
-def test_code_that_changes_while_it_runs_makes_no_row(track):
-    text = STAND_IN.replace('"source_hash": "def"', '"source_hash": args["seed"]')
-    (track / "train.py").write_text(text)
-    with pytest.raises(ConfigError, match="the code changed while it ran: remove out/speedrun-cpu"):
-        speedrun.main([*BELOW, "--seeds=2"])
+@parametrize("old, new, message", [
+    ('"def"', 'args["seed"]', "the code changed while it ran: remove out/speedrun-cpu"),
+    ('"abc"', '"abc-dirty"', "the code changed while it ran: remove out/speedrun-cpu"),
+    ('"cpu x"', 'args["seed"]', "its runs differ in device: remove out/speedrun-cpu"),
+    ('"torch": "2"', '"torch": out.parts[-2]', "its runs differ in torch"),
+])
+def test_code_or_a_machine_that_changes_while_it_runs_makes_no_row(track, old, new, message):
+    (track / "train.py").write_text(STAND_IN.replace(old, new))
+    subprocess.run(["git", *GIT[2].split()[:-2], "-qam", "2"], check=True)
+    with pytest.raises(ConfigError, match=message):
+        speedrun.main(BELOW)
+    assert not entered(track)
 
 
 @parametrize("flags, message", [

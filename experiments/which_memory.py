@@ -106,7 +106,9 @@ for title, name in models.items():
     variants[dense] = (dict(keys_of(dense, name), dense=True), None)
     variants[title] = (keys_of(title, name), None)
     baseline[title] = dense
-variants["MoVE bank x1"] = (dict(keys_of("MoVE dense", "move"), gpu=None), None)
+whole = {**tuned["MoVE"], **tuned_4M["MoVE dense"]}              # MoVE itself has it with 1M tokens
+only_longer = dict(cpu=None, cpu_4M=whole, cpu_16M=whole, gpu=None)
+variants["MoVE bank x1"] = (dict(keys_of("MoVE dense", "move"), **only_longer), None)
 baseline["MoVE bank x1"] = "MoVE dense"
 started = {
     "MIDUS base": dict(dense=True),
@@ -244,10 +246,12 @@ def table(rows, measured, scale):
         gain, in_time = gains(rows, title)
         added = rows[title][0]["params"]["total"] - base[0]["params"]["total"]
         decode = f"{cost['decode']:.2f}x" if cost["decode"] else "-"
-        memory = mean(row["peak_memory_mb"] / base[seed]["peak_memory_mb"]
-                      for seed, row in rows[title].items() if seed in base)
+        peaks = [row["peak_memory_mb"] / base[seed]["peak_memory_mb"]
+                 for seed, row in rows[title].items()
+                 if seed in base and row.get("device") == base[seed].get("device")]
+        memory = f"{mean(peaks):.2f}x" if peaks else "-"
         lines.append(run.line([
-            title, f"{added:+,}", f"{cost['step']:.2f}x", f"{memory:.2f}x",
+            title, f"{added:+,}", f"{cost['step']:.2f}x", memory,
             decode, run.text([row[metric] for row in base.values()]),
             run.text(gain, "+"), run.verdict(gain), run.text(in_time, "+"), run.verdict(in_time),
             str(len(gain))]))
