@@ -405,10 +405,10 @@ def check_begun(run):
     config = (run.result() or {}).get("config", {})
     for flag in run.flags:                                      # it may have gone on by hand
         key, _, text = flag.removeprefix("--").partition("=")
-        if key in config and key not in ("init_from", "dataset") and text not in ("", "-1"):
-            need(parse_value(text, type(config[key])) == config[key], f"{run.folder} has a result "
-                 f"of {key}={config[key]}, which is now to be {text}. Remove that folder, or "
-                 "rename it.")
+        if key in config and key not in ("init_from", "dataset", "batch_size"):
+            same = text in ("", "-1") or parse_value(text, type(config[key])) == config[key]
+            need(same, f"{run.folder} has a result of {key}={config[key]}, which is now to be "
+                 f"{text}. Remove that folder, or rename it.")
     code = ROOT / run.folder / "code.txt"                       # older runs have none
     if begun and not run.result() and code.exists():
         same = code_of(run) in same_code(code.read_text())
