@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from prepare_fineweb import need
 
-BEFORE = "first_step, step_times = step, []\n"     # train.py's line where all is ready to run
+BEFORE = "step_times = []\n"                          # train.py's line where all is ready to run
 TIME = "1e3 * median(step_times) if step_times else None"      # and what its result has of a step
 ORDINARY = 3                                       # steps before: libraries and kernels load
 
