@@ -830,9 +830,11 @@ def cross_entropy_torch(z, targets, softcap, gradient):
 # ================================================================ Triton path: search
 
 def launch(kernel, grid, *args, **options):
-    """On the device of the first tensor, where Triton by itself takes the current one."""
-    with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **options)
+    """On the device of the first tensor, where Triton by itself takes the current one; not at all
+    for a grid of 0 programs."""
+    if all(grid):
+        with torch.cuda.device_of(args[0]):
+            kernel[grid](*args, **options)
 
 
 # Top-k inside a program: a score and its index travel as one int64, the score in the upper half, so
@@ -943,13 +945,12 @@ def product_key_search_triton(s_row, s_col, k):
     C2 = power_of_2(C)
     BLOCK_P = max(1, 2048 // max(N2, C2))
     scores, rows, cols = product_key_search_outputs(s_row, s_col, k)
-    if P:
-        s_row = dense_rows(s_row)
-        s_col = dense_rows(s_col)
-        launch(
-            product_key_kernel, (triton.cdiv(P, BLOCK_P),),
-            s_row, s_col, ranks, scores, rows, cols, s_row.stride(0), s_col.stride(0), P, n, k, C,
-            N2, K2, C2, power_of_2(k), BLOCK_P)
+    s_row = dense_rows(s_row)
+    s_col = dense_rows(s_col)
+    launch(
+        product_key_kernel, (triton.cdiv(P, BLOCK_P),),
+        s_row, s_col, ranks, scores, rows, cols, s_row.stride(0), s_col.stride(0), P, n, k, C,
+        N2, K2, C2, power_of_2(k), BLOCK_P)
     return scores, rows, cols
 
 
@@ -997,15 +998,14 @@ def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
     P, R, r, n = s_row.shape
     M2 = power_of_2(m_key)
     rows, cols = tucker_search_outputs(s_row, s_col, u, v, core_sum, m_key, m)
-    if P * R:
-        u, v, core_sum = (t.float().contiguous() for t in (u, v, core_sum))
-        s_row = dense_rows(s_row)
-        s_col = dense_rows(s_col)
-        launch(
-            tucker_kernel, (P * R,),
-            s_row, s_col, u, v, core_sum, rows, cols, *s_row.stride()[:3], *s_col.stride()[:3],
-            n, m_key, m, R, r, power_of_2(n, M2), M2, power_of_2(m),
-            num_warps=4 if M2 <= 32 else 16)
+    u, v, core_sum = (t.float().contiguous() for t in (u, v, core_sum))
+    s_row = dense_rows(s_row)
+    s_col = dense_rows(s_col)
+    launch(
+        tucker_kernel, (P * R,),
+        s_row, s_col, u, v, core_sum, rows, cols, *s_row.stride()[:3], *s_col.stride()[:3],
+        n, m_key, m, R, r, power_of_2(n, M2), M2, power_of_2(m),
+        num_warps=4 if M2 <= 32 else 16)
     return rows, cols
 
 
@@ -1030,11 +1030,10 @@ def scatter_scores_triton(grad, index, n):
     out = grad.new_empty(Q, n)
     BLOCK_N = min(power_of_2(n), 128)
     BLOCK_Q = 1024 // BLOCK_N
-    if Q:
-        grid = (triton.cdiv(Q, BLOCK_Q), triton.cdiv(n, BLOCK_N))
-        launch(
-            scatter_scores_kernel, grid,
-            grad.contiguous(), index.contiguous(), out, Q, n, k, BLOCK_Q, BLOCK_N)
+    grid = (triton.cdiv(Q, BLOCK_Q), triton.cdiv(n, BLOCK_N))
+    launch(
+        scatter_scores_kernel, grid,
+        grad.contiguous(), index.contiguous(), out, Q, n, k, BLOCK_Q, BLOCK_N)
     return out
 
 
@@ -1076,12 +1075,11 @@ def gather_sum_triton(table, indices, weights, blocks, n_blocks):
     out = weights.new_empty(P * n_blocks, H * D)
     BLOCK_D = column_block(D, 256)
     BLOCK_P = 1024 // BLOCK_D
-    if P:
-        programs = triton.cdiv(P, BLOCK_P) * n_blocks * H * triton.cdiv(D, BLOCK_D)
-        launch(
-            gather_sum_kernel, (programs,),
-            table.contiguous(), indices.contiguous(), weights, blocks, out, P, *weights.stride(),
-            k, H, n_blocks, D, BLOCK_P, BLOCK_D)
+    programs = triton.cdiv(P, BLOCK_P) * n_blocks * H * triton.cdiv(D, BLOCK_D)
+    launch(
+        gather_sum_kernel, (programs,),
+        table.contiguous(), indices.contiguous(), weights, blocks, out, P, *weights.stride(),
+        k, H, n_blocks, D, BLOCK_P, BLOCK_D)
     return out
 
 
@@ -1126,11 +1124,10 @@ def gather_dot_triton(table, indices, x, blocks, n_blocks, H):
     out = x.new_empty(P, k, H)
     BLOCK_D = column_block(D, 256)
     BLOCK_P = 1024 // BLOCK_D
-    if P:
-        launch(
-            gather_dot_kernel, (triton.cdiv(P, BLOCK_P) * H,),
-            table.contiguous(), indices.contiguous(), x.contiguous(), blocks, out, P, k, H,
-            n_blocks, D, BLOCK_P, BLOCK_D)
+    launch(
+        gather_dot_kernel, (triton.cdiv(P, BLOCK_P) * H,),
+        table.contiguous(), indices.contiguous(), x.contiguous(), blocks, out, P, k, H,
+        n_blocks, D, BLOCK_P, BLOCK_D)
     return out
 
 
@@ -1306,11 +1303,10 @@ def lazy_adam_triton(grad, rows, p, state, group, size, scale, decay):
     BLOCK_D = column_block(D, 256)
     BLOCK_R = 1024 // BLOCK_D
     beta1, beta2 = group["betas"]
-    if L:
-        launch(
-            lazy_adam_kernel, (triton.cdiv(L, BLOCK_R) * triton.cdiv(D, BLOCK_D),),
-            grad.contiguous(), rows, p, state["exp_avg"], state["exp_avg_sq"], size, scale, L,
-            1 - beta1, 1 - beta2, group["eps"], decay, D, BLOCK_R, BLOCK_D)
+    launch(
+        lazy_adam_kernel, (triton.cdiv(L, BLOCK_R) * triton.cdiv(D, BLOCK_D),),
+        grad.contiguous(), rows, p, state["exp_avg"], state["exp_avg_sq"], size, scale, L,
+        1 - beta1, 1 - beta2, group["eps"], decay, D, BLOCK_R, BLOCK_D)
 
 
 # ================================================================ optimizers, row-sparse gradients
