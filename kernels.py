@@ -1152,10 +1152,10 @@ def row_sums_kernel(source, keys, order, weights, blocks, out, partial, borders,
     c = part // H * BLOCK_D + tl.arange(0, BLOCK_D)
     col = h * D + c
     first = w * C
-    before = load_index(keys + first - 1, (first > 0) & (first < L))    # the window
+    border = (first > 0) & (first < L)
+    before = load_index(keys + first - 1, border)    # the window
     key = before
     following = load_index(keys + first, first < L)
-    border = (first > 0) & (first < L)
     tl.store(borders + 2 * w - 1, tl.where(following == before, before, -1), mask=border)
     total = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
     for t in tl.range(0, steps, loop_unroll_factor=4):    # C, or L where that is less
