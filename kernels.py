@@ -489,7 +489,7 @@ def table_grad(ctx, source, weights):
     """G[j] = sum of weights[p,u] * source[p] over the (p, u) with indices[p,u] = j: dense, or COO
     of the touched rows.
     """
-    table, indices, _, blocks, order = ctx.saved_tensors[:5]
+    table, indices, _, blocks, order = ctx.saved_tensors
     arguments = (source, indices, weights, blocks, ctx.n_blocks, order, table.shape[0], table.dtype)
     if not ctx.sparse_grad:
         return row_sums_dense(*arguments)
