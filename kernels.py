@@ -170,9 +170,9 @@ def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor
     if not 1 <= m_key <= n < 2**16 or not 1 <= m <= m_key**2:
         raise ValueError(f"m_key must lie in [1, n], m in [1, m_key^2] and n below 65536, "
                          f"got m_key = {m_key}, m = {m}, n = {n}")
-    sum_of_cores = core.sum(0, dtype=acc_dtype(core))
-    scores = (t.detach() for t in (s_row, s_col, u, v, sum_of_cores))
-    rows, cols = tucker_search(*scores, m_key, m)
+    with torch.no_grad():
+        sum_of_cores = core.sum(0, dtype=acc_dtype(core))
+        rows, cols = tucker_search(s_row, s_col, u, v, sum_of_cores, m_key, m)
     row = pick_ranks(s_row, rows)
     col = pick_ranks(s_col, cols)
     right = core_times(core.to(row.dtype), col)    # (H, R, r, P, m)
