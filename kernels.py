@@ -1494,7 +1494,7 @@ def make_optimizers(groups, betas):
     """
     kinds = {
         "adamw": functools.partial(torch.optim.AdamW, betas=betas, fused=True),
-        "muon": functools.partial(Muon, momentum=0.95),
+        "muon": Muon,
         "sparse": functools.partial(LazyAdam, betas=betas),
         "rows": functools.partial(RowAdamW, betas=betas),
     }
