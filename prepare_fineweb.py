@@ -769,13 +769,13 @@ def read_files(path, text_field):
 
 def _rows(file, text_field, size):
     """Yields a file's records; of a .txt pieces of about size characters."""
-    name = file.name.lower()
-    if name.endswith(".parquet"):
+    kind, packing = KINDS_OF_FILE.search(file.name.lower()).groups()
+    if not kind:     # a .parquet
         yield from _dataset("parquet", data_files=glob.escape(str(file)))
         return
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix.lower(), open)
+    opener = {".gz": gzip.open, ".xz": lzma.open}.get(packing, open)
     with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
-        if name.removesuffix(".gz").removesuffix(".xz").endswith(".txt"):
+        if kind == "txt":
             for piece in _pieces(iter(lambda: lines.readline(100_000), ""), size):
                 yield {text_field: piece}
         else:
