@@ -1103,9 +1103,8 @@ def prepare(**settings) -> str:
     if folder.is_symlink():     # to a larger disk, say: the folder there is filled
         folder = folder.resolve()
     need(not folder.is_mount(), f"out={c.out}: a disk is mounted there, name a folder on it")
-    asked = {key: getattr(c, key) for key in _defaults}
-    for key in ("out", "workers", "overwrite"):
-        del asked[key]
+    asked = {key: value for key, value in vars(c).items()
+             if key not in ("out", "workers", "overwrite")}
     if c.val_fraction == -1:
         c.val_fraction = 0.005 if c.source == "fineweb_edu" else 0.05
     folder.parent.mkdir(parents=True, exist_ok=True)
