@@ -798,7 +798,7 @@ def _pieces(lines, size=100_000):
 
 
 @functools.cache     # it is wanted twice: for the tokenizer and for the shards
-def read_pydocs(workers=-1) -> list:
+def read_pydocs(workers) -> list:
     """
     The documentation of this Python, a text per module: the language reference, and the docstrings
     of the standard library and of packages that nanoMem needs. Files are parsed, nothing is
