@@ -109,7 +109,7 @@ class Config:
             pairs = re.fullmatch(r"all|\d+(:\d+)?([,/]\d+(:\d+)?)*", self.memory_layers)
             self.check(pairs, "memory_layers", how)
             layers, adds = len(self.added_after), set(self.added_after.values())
-            inside = all(0 <= a <= b < L for a, b in self.added_after.items())
+            inside = all(a <= b < L for a, b in self.added_after.items())
             given = len(re.split("[,/]", self.memory_layers))
             once = len(adds) == layers and (given == layers or self.memory_layers == "all")
             self.check(inside and once, "memory_layers", how)
@@ -648,7 +648,7 @@ class Model(nn.Module):
         """What the tokens of idx (B, T) pick, layer by layer, {name: (tensor, names of its axes)}:
         "dead", the share of slots that none picks; "kl" of their use to a uniform one; "use", the
         share of those that are picked 0, 1, 2-3, 4-7, ..., 1024 times or more."""
-        found = {"dead": [], "kl": [], "use": []}
+        found = []
 
         def look(retrieve, inputs, output):
             c = retrieve.config
@@ -657,17 +657,18 @@ class Model(nn.Module):
             share = uses / uses.sum()
             doubling = torch.where(uses > 0, uses.float().log2().floor().long() + 1, 0)
             use = torch.bincount(doubling.clamp(max=11), minlength=12) / n_slots
-            found["dead"].append((uses == 0).float().mean())
-            found["kl"].append(torch.special.xlogy(share, share * n_slots).sum())
-            found["use"].append(use)
+            kl = torch.special.xlogy(share, share * n_slots).sum()
+            found.append(((uses == 0).float().mean(), kl, use))
 
         memories = [self.blocks[layer].memory for layer in self.added_after]
         hooks = [memory.retrieve.register_forward_hook(look) for memory in memories]
         self(idx)
         for hook in hooks:
             hook.remove()
-        axes = {"dead": ("layer",), "kl": ("layer",), "use": ("layer", "uses")}
-        return {name: (torch.stack(values), axes[name]) for name, values in found.items() if hooks}
+        if not found:
+            return {}
+        dead, kl, use = map(torch.stack, zip(*found))
+        return {"dead": (dead, ("layer",)), "kl": (kl, ("layer",)), "use": (use, ("layer", "uses"))}
 
 
 # ================================================================ below the fold: ablations, rivals
@@ -735,9 +736,9 @@ class UltraMem(UltraMemV2):
         skip = max(1, 3 * L // 20)                             # 20 layers: 2:5/6:9/10:13/14:17
         reads = range(L // 10, L - skip, max(1, L // 5))
         layers = "/".join(f"{a}:{a + skip}" for a in reads[:4])
-        E = 4 if c.virtual == -1 else c.virtual
+        c.fill(virtual=4)
         return dict(memory_layers=layers or "0", heads=2, key_dim=d // 4, value_dim=d // 2,
-                    pre_value_dim=0, rank_queries=0, virtual=E, projectors=E)
+                    pre_value_dim=0, rank_queries=0, projectors=c.virtual)
 
 
 # Fields that mean nothing to a memory without Tucker scores.
@@ -886,12 +887,12 @@ class MoEGate(nn.Module):
         weights, experts = probability.topk(c.top_k)
         if c.init == "ffn":
             weights = weights / weights.mean(-1, keepdim=True)
-        if not self.training:
-            return weights[..., None], experts, 0
-        visits = torch.bincount(experts.flatten(), minlength=c.n_keys)
-        balance = c.n_keys * (visits / experts.numel() * probability.mean(0)).sum()
-        z = logits.logsumexp(-1).square().mean()
-        aux = (0.01 * balance + 0.001 * z / c.top_k) / c.n_layer
+        aux = 0
+        if self.training:
+            visits = torch.bincount(experts.flatten(), minlength=c.n_keys)
+            balance = c.n_keys * (visits / experts.numel() * probability.mean(0)).sum()
+            z = logits.logsumexp(-1).square().mean()
+            aux = (0.01 * balance + 0.001 * z / c.top_k) / c.n_layer
         return weights[..., None], experts, aux
 
 

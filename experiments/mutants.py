@@ -221,7 +221,7 @@ MUTANTS = [
      "std = (ratio / c.pre_value_dim) ** 0.5", "test_ultramem_appendix_start"),
     ("model_ultramem.py", "weights = scores.softmax(-1).to(x.dtype).view(len(x), -1, 1)",
      "weights = scores.view(len(x), -1, 1).softmax(1)", "test_ultramem_predecessors"),
-    ("model_ultramem.py", '        if not self.training:\n', '        if False:\n',
+    ("model_ultramem.py", '        if self.training:\n', '        if True:\n',
      "test_loss_is_the_mean and moe"),
     ("model_ultramem.py", "zip(retrievals, U[..., 0], Vh[..., 0, :])",
      "zip(retrievals, U[:1, ..., 0].expand_as(U[..., 0]), Vh[..., 0, :])", "ultramem"),
