@@ -390,8 +390,7 @@ def upscale(base, method="midus", **fields):
     if base.config.upscale != "base":
         raise ValueError(f"upscale={method!r}: the model to start from is already deeper "
                          f"(upscale={base.config.upscale!r}); give its base")
-    grown = {"upscale": method, "inserted": -1, **fields}
-    config = Config(**{**vars(base.config), **grown})
+    config = Config(**{**vars(base.config), "upscale": method, "inserted": -1, **fields})
     model = Model(config).to(base.embed.weight)                # its device and dtype
     model.init_weights()
     model.load_state_dict({**model.state_dict(), **base.state_dict()})
@@ -490,9 +489,9 @@ class Model(nn.Module):
     def new_cache(self, batch_size, max_len):
         """For max_len tokens of decoding; the values of every head are made here (G.2)."""
         cache = Cache(max_len)
-        for memory, block in zip(self.memories(), self.inserted):
-            if isinstance(memory, HML):
-                cache.store[block.layer, "V_h"] = memory.head_values()
+        for block in self.inserted:
+            if isinstance(block, MemoryBlock):
+                cache.store[block.layer, "V_h"] = block.memory.head_values()
         return cache
 
     def memories(self):
