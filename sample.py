@@ -178,10 +178,9 @@ def assemble(path, ckpt):
 def load_model(path, device) -> tuple:
     """Checkpoint -> (model on `device` in eval mode, tokenizer, checkpoint)."""
     ckpt, device = load_checkpoint(path), pick_device(device)
-    load_module(ckpt["config"]["model"])        # an error in it is not the checkpoint's
+    model = assemble(path, ckpt)
     with reading(path):
-        model = assemble(path, ckpt).to(device)
-        return model.eval(), find_tokenizer(path, ckpt["data"]), ckpt
+        return model.to(device).eval(), find_tokenizer(path, ckpt["data"]), ckpt
 
 
 def load_start(path, module, fields, dataset=None) -> dict:
