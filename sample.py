@@ -213,9 +213,8 @@ def check_tokens(path, data, dataset):
         same = vocabulary(theirs) == vocabulary(ours)
     else:
         same = known["vocab_size"] == meta["vocab_size"]
-        one_file = bool(theirs) != ours.is_file()
-        if one_file and "bytes" in (known["tokenizer"], meta["tokenizer"]):     # it has no file
-            same = False
+        if theirs or ours.is_file():        # `bytes` has no file
+            same = same and "bytes" not in (known["tokenizer"], meta["tokenizer"])
     need(same, f"{dataset} has another tokenizer than {path}: prepare it with that one, "
          f"{theirs or known['tokenizer']}")
 
@@ -250,7 +249,7 @@ def find_tokenizer(path, data):
     # Of another size: a tokenizer.json from a folder that happens to be called gpt2 or bytes.
     if named and named.vocab_size == data["vocab_size"]:
         return get_tokenizer(name)
-    need(file or name in TOKENIZERS, f"{path} needs the tokenizer.json of its data folder "
+    need(file or named, f"{path} needs the tokenizer.json of its data folder "
          f"{data['folder']}, which has none: copy it beside the checkpoint")
     name = str(file or name)
     tok = get_tokenizer(name)
