@@ -310,7 +310,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
     whole context is read for every token. context: more arguments of forward().
     """
     check_length(model, idx.size(1))
-    block_size, room = model.config.block_size, idx.size(1) + max_new_tokens
+    block_size = model.config.block_size
     cache, start = None, 0
     ended = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
     for n in range(max_new_tokens):
@@ -318,7 +318,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=0.0, eo
             start = idx.size(1) - max(1, block_size // 2)
             cache = None
         if cached and cache is None:
-            cache = model.new_cache(len(idx), min(block_size, room))
+            cache = model.new_cache(len(idx), min(block_size, idx.size(1) + max_new_tokens))
         if cache is not None:
             logits, _ = model(idx[:, start + cache.pos:], cache=cache, **context)
         else:
