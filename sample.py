@@ -404,7 +404,7 @@ def look(model, tok, text, word="", **context):
             grid = grid.mean(axes.index("head"))
             axes.remove("head")
         need(len(axes) <= 2, f"inspect() returns {name!r} over {axes}: a picture has two axes")
-        gate_v = int(name == "gates" and bool(getattr(model.config, "gate_v", False)))
+        gate_v = int(name == "gates" and getattr(model.config, "gate_v", 0))
         seen[name] = torch.atleast_2d(grid), ["", "", *axes][-2:], gate_v, by_word
     need(seen, "this model has nothing to inspect: is it the baseline without memory?")
     return seen
@@ -489,8 +489,7 @@ def load_hugging_face(path, module) -> dict:
         for their_part, our_part in HUGGING_FACE.items():
             name = name.replace(their_part, our_part)
         tensors[name] = tensor
-    config = module.Config(**fields)
-    return {"model_config": dict(vars(config)), "model": tensors}
+    return {"model_config": vars(module.Config(**fields)), "model": tensors}
 
 
 def fields_of_hugging_face(path, theirs, module):
@@ -571,7 +570,8 @@ def main(argv):
         if torch.is_tensor(value):
             context[key] = value.to(c.device)
     header = f"{path}: model {ckpt['config']['model']}, step {ckpt['step']}"
-    header = "\n".join(filter(None, (header, note)))
+    if note:
+        header += f"\n{note}"
     check_length(model, 1 + len(tok.encode(c.prompt)))
     with torch.autocast(kind, torch.bfloat16, enabled=half):
         if c.inspect:
