@@ -323,8 +323,12 @@ def prepared_data(exp, opt):
 
 # ---------------------------------------------------------------- the runs
 
-def find_start(exp, scale, init_from):
-    """The experiment and the variant that init_from="@VARIANT" or "@EXPERIMENT/VARIANT" names."""
+def find_start(exp, scale, name):
+    """The experiment and the variant that a variant's init_from="@VARIANT" or "@EXPERIMENT/VARIANT"
+    names; None and "" if it starts from none."""
+    init_from = str(settings(exp, scale, name).get("init_from", ""))
+    if not init_from.startswith("@"):
+        return None, ""
     other, _, start = init_from[1:].rpartition("/")
     if init_from[1:] in exp.variants:                           # its name may have a /
         return exp, init_from[1:]
@@ -338,11 +342,8 @@ def find_start(exp, scale, init_from):
 
 def starts(exp, scale, name):
     """What a variant starts from: the settings of its base, of that one's base, and so on."""
-    init_from = str(settings(exp, scale, name).get("init_from", ""))
-    if not init_from.startswith("@"):
-        return []
-    exp, base = find_start(exp, scale, init_from)
-    return [settings(exp, scale, base), *starts(exp, scale, base)]
+    exp, base = find_start(exp, scale, name)
+    return [settings(exp, scale, base), *starts(exp, scale, base)] if exp else []
 
 
 def folder_of(exp, scale, name, seed):
@@ -363,11 +364,9 @@ def plan(exp, opt, dataset):
     only = names_of(exp, opt)
     wanted = {exp.baseline.get(name, name) for name in only} | set(only)      # a row has two runs
     for name in reversed(exp.variants):                         # and what it starts from: above it
-        init_from = str(settings(exp, opt.scale, name).get("init_from", ""))
-        if name in wanted and init_from.startswith("@"):
-            other, base = find_start(exp, opt.scale, init_from)
-            if other is exp:
-                wanted.add(base)
+        other, base = find_start(exp, opt.scale, name)
+        if name in wanted and other is exp:
+            wanted.add(base)
     names = [name for name in exp.variants if name in wanted or not only]
     runs = []
     for seed in range(opt.seeds if opt.seeds > 0 else exp.seeds):
@@ -376,8 +375,8 @@ def plan(exp, opt, dataset):
                 continue
             keys = settings(exp, opt.scale, name)
             needs = ""
-            if str(keys.get("init_from", "")).startswith("@"):
-                other, base = find_start(exp, opt.scale, keys["init_from"])
+            other, base = find_start(exp, opt.scale, name)
+            if other:
                 last = other.variants[base].seeds - 1           # a base may have fewer seeds
                 needs = folder_of(other, opt.scale, base, min(seed, last))
                 keys["init_from"] = f"{needs}/ckpt.pt"
