@@ -479,24 +479,26 @@ def next_run(pending, running):
     return None
 
 
-def other_base(run):
-    """Whether the base in out/ was made with other settings than those that this run's row will
-    say."""
-    memo = ROOT / run.needs / "flags.txt"
-    if not memo.exists():                                       # nobody knows
-        return False
+def wrong_base(run):
+    """What is wrong with the base in out/ that a run starts from: it is not finished, or was made
+    with other settings than those that this run's row will say. "": nothing, or nobody knows."""
+    if not run.needs:
+        return ""
+    base = ROOT / run.needs
+    if not (base / "ckpt.pt").exists() or not (base / "result.json").exists():
+        return ("is not finished: its ckpt.pt and result.json are not both there; remove that "
+                "folder and make it again")
+    memo = base / "flags.txt"
+    if not memo.exists():
+        return ""
     flags, *starts = memo.read_text().split("\n")
-    if starts and starts != [*map(json.dumps, run.start[1:])]:
-        return True
     was = set(f" {flags}".split(" --")[1:])
     now = {f"{key}={value}" for key, value in run.start[0].items()}
     found = ("seed=", "dataset=", "init_from=")                 # there as they were found
-    return any(not flag.startswith(found) for flag in was ^ now)
-
-
-def is_finished(folder):
-    """Whether the run in this folder has come to its end, and its checkpoint is here."""
-    return all((ROOT / folder / name).exists() for name in ("ckpt.pt", "result.json"))
+    other = any(not flag.startswith(found) for flag in was ^ now)
+    if other or starts and starts != [*map(json.dumps, run.start[1:])]:
+        return "has other settings than its experiment's file: remove that folder, make it again"
+    return ""
 
 
 def has_result(run, code, metric):
@@ -563,14 +565,9 @@ def run_all(runs, opt, metric, finished, known):
                 pending.remove(run)
                 if run.result():                                # made by another process meanwhile
                     continue
-                if run.needs and not is_finished(run.needs):
-                    print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which is not "
-                          "finished: its ckpt.pt and result.json are not both there; remove that "
-                          "folder and make it again")
-                    failed.append(run)
-                elif run.needs and other_base(run):
-                    print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which has other "
-                          "settings than its experiment's file: remove that folder, make it again")
+                wrong = wrong_base(run)
+                if wrong:
+                    print(f"  {run.name}, seed {run.seed}: needs {run.needs}, which {wrong}")
                     failed.append(run)
                 else:
                     running[run] = start(run, opt)
