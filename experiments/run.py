@@ -395,13 +395,14 @@ def check_begun(run):
     """Never go on with a run that was begun with other flags or code, nor take the result of other
     flags."""
     memo = ROOT / run.folder / "flags.txt"
-    begun = run.result() or (ROOT / run.folder / "ckpt.pt").exists()
+    result = run.result()
+    begun = result or (ROOT / run.folder / "ckpt.pt").exists()
     if begun and memo.exists():
         was = memo.read_text()
         same = was in (memo_of(run), " ".join(run.flags))       # the base is not in older ones
         need(same, f"{run.folder} was begun with other settings:\n  {was}\nand is now to be\n"
              f"  {memo_of(run)}\nRemove that folder, or rename it.")
-    config = (run.result() or {}).get("config", {})
+    config = result.get("config", {})
     for flag in run.flags:                                      # it may have gone on by hand
         key, _, text = flag.removeprefix("--").partition("=")
         if key in config and key not in ("init_from", "dataset", "batch_size"):
@@ -409,7 +410,7 @@ def check_begun(run):
             need(same, f"{run.folder} has a result of {key}={config[key]}, which is now to be "
                  f"{text}. Remove that folder, or rename it.")
     code = ROOT / run.folder / "code.txt"                       # older runs have none
-    if begun and not run.result() and code.exists():
+    if begun and not result and code.exists():
         same = code_of(run) in same_code(code.read_text())
         need(same, f"{run.folder} was begun with other code, of its model, kernels.py or train.py. "
              "Remove that folder, or rename it.")
