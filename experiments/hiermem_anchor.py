@@ -8,23 +8,34 @@ seen 1T tokens and more. One seed, two or three rates a row: "frozen 0.01" is th
 "co-trained 0.0025" the anchor's, where the bank has 1e-2.
 """
 from experiments.hiermem_table1 import cpu as phase
+from experiments.hiermem_table1 import gpu as gpu_phase
 from experiments.hiermem_table1 import prepare
 
 model = "hiermem"
 metric = "val_loss"
 seeds = 1
-prepare = dict(cpu=prepare["cpu"])
 cpu = dict(phase, skip_steps=6000)
+gpu = dict(gpu_phase, skip_steps=3000)
 anchor = dict(dense=True, max_iters=6000, skip_steps=0, eval_interval=750, warmup=200 / 6000)
+on_gpu = dict(dense=True, max_iters=3000, skip_steps=0, eval_interval=375, warmup=100 / 3000)
 later = dict(init_from="@anchor", weight_decay=1e-3)                    # A.2
-variants = {"anchor": (dict(cpu=dict(anchor, learning_rate=5e-3)), None)}
+variants = {"anchor": (dict(cpu=dict(anchor, learning_rate=5e-3), gpu=on_gpu), None)}
+
+
+def slower(rate):
+    """On a GPU: A.2's 1e-4 in place of 2.5e-3."""
+    return dict(learning_rate=rate / 25, min_lr=rate / 250)
+
+
 for rate in (1.25e-3, 2.5e-3, 5e-3):
-    variants[f"continued {rate:g}"] = (dict(later, dense=True, learning_rate=rate), None)
+    keys = dict(later, dense=True, learning_rate=rate, gpu=slower(rate))
+    variants[f"continued {rate:g}"] = (keys, None)
 for rate in (5e-3, 1e-2):
-    frozen = dict(later, memory="ffn", frozen=True, learning_rate=rate)
-    variants[f"frozen {rate:g}"] = (frozen, None)
+    keys = dict(later, memory="ffn", frozen=True, learning_rate=rate, gpu=slower(rate))
+    variants[f"frozen {rate:g}"] = (keys, None)
 for rate in (2.5e-3, 5e-3):
-    both = dict(later, memory="ffn", learning_rate=rate, memory_lr=round(1e-2 / rate, 4))
-    variants[f"co-trained {rate:g}"] = (both, None)
+    keys = dict(later, memory="ffn", learning_rate=rate, memory_lr=round(1e-2 / rate, 4),
+                gpu=slower(rate))
+    variants[f"co-trained {rate:g}"] = (keys, None)
 baseline = "anchor"
 claims = ["continued 0.0025 > frozen 0.01", "continued 0.0025 > co-trained 0.0025"]
