@@ -4,7 +4,7 @@ going on with the anchor?
 hiermem_table1.py's anchor has seen 3.5 tokens a parameter and learns much from more text. This one
 has three times as many steps, 24.6M tokens: once over all its text, and a little more. The second
 phase, 8.2M tokens, reads a third of that text again. The paper does not ask this; its anchors have
-seen 1T tokens and more. One seed, two or three rates a row: "frozen 0.01" is the bank's,
+seen 1T tokens and more. One seed, two to four rates a row: "frozen 0.01" is the bank's,
 "co-trained 0.0025" the anchor's, where the bank has 1e-2.
 """
 from experiments.hiermem_table1 import cpu as phase
@@ -27,13 +27,13 @@ def slower(rate):
     return dict(learning_rate=rate / 25, min_lr=rate / 250)
 
 
-for rate in (1.25e-3, 2.5e-3, 5e-3):
+for rate in (3.125e-4, 6.25e-4, 1.25e-3, 2.5e-3):
     keys = dict(later, dense=True, learning_rate=rate, gpu=slower(rate))
     variants[f"continued {rate:g}"] = (keys, None)
 for rate in (5e-3, 1e-2):
     keys = dict(later, memory="ffn", frozen=True, learning_rate=rate, gpu=slower(rate))
     variants[f"frozen {rate:g}"] = (keys, None)
-for rate in (2.5e-3, 5e-3):
+for rate in (1.25e-3, 2.5e-3):
     keys = dict(later, memory="ffn", learning_rate=rate, memory_lr=round(1e-2 / rate, 4),
                 gpu=slower(rate))
     variants[f"co-trained {rate:g}"] = (keys, None)
