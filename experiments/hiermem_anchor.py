@@ -38,4 +38,4 @@ for rate in (1.25e-3, 2.5e-3):
                 gpu=slower(rate))
     variants[f"co-trained {rate:g}"] = (keys, None)
 baseline = "anchor"
-claims = ["continued 0.0025 > frozen 0.01", "continued 0.0025 > co-trained 0.0025"]
+claims = ["continued 0.00125 > frozen 0.01", "continued 0.00125 > co-trained 0.00125"]
