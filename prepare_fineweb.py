@@ -284,8 +284,8 @@ def configure(argv: list, namespace: dict) -> tuple:
         if option not in kinds:
             near = difflib.get_close_matches(option, kinds, 1)
             hint = f"did you mean {near[0]}=? " if near else ""
-            need(option[2:] not in namespace, f"{option} cannot be given: its default is no int, "
-                                              "float, bool or str")
+            need(namespace.get(option[2:], "") is not None,
+                 f"{option} cannot be given: its default is None, no int, float, bool or str")
             raise ConfigError(f"unknown option {argument}: {hint}--help lists all")
         kind = kinds[option]
         need(equals, f"{option} needs a value: {option}={'True' if kind is bool else 'VALUE'}")

@@ -238,7 +238,7 @@ CASES = r"""
 -  repo/model_lime.py  repo/model_lime.py is a model: --model=lime trains it
 -  --model=nano  No module named 'model'
 -  --init_from=run --depth=2  leave n_layer, depth and preset out
--  --model=unset --n_shift=3  --n_shift cannot be given: its default is no int, float, bool or str
+-  --model=unset --n_shift=3  --n_shift cannot be given: its default is None, no int
 -  data  no config file data
 -  --dataset=nowhere  there is no data folder
 -  --dataset=data/nowhere  there is no data folder data/nowhere:
