@@ -4405,7 +4405,7 @@ def test_a_result_names_the_code_that_it_began_with(tiny, tmp_path, monkeypatch)
 
 
 def test_resume_goes_on_for_longer_and_init_from_starts_anew(
-        tiny, text_folder, finished_run, tmp_path):
+        tiny, text_folder, finished_run, tmp_path, monkeypatch):
     more = tmp_path / "more"
     shutil.copytree(finished_run, more)
     rng = torch.Generator().manual_seed(5).get_state()
@@ -4423,6 +4423,8 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(
     for itself in (narrow, narrow / "ckpt.pt"):
         tiny("--max_iters=1", init_from=itself, out_dir=narrow, expect="would write there, too")
     assert load_ckpt(narrow)["step"] == 1
+    monkeypatch.chdir(tmp_path)
+    tiny("--max_iters=0 --out_dir=scratch")                    # a folder may have that name
 
 
 def test_a_checkpoint_goes_with_its_own_tokenizer(text_folder, tmp_path):

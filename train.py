@@ -180,8 +180,9 @@ if not preset:
 out_dir = out_dir or f"out/{model}-{preset or f'd{depth}'}{'-dense' if dense else ''}"
 out, locked = Path(out_dir), None
 resume = init_from == "resume"
-need(Path(init_from).resolve() not in (out.resolve(), out.resolve() / "ckpt.pt"),
-     f"init_from={init_from}: this run would write there, too; give another --out_dir=")
+itself = Path(init_from).resolve() in (out.resolve(), out.resolve() / "ckpt.pt")
+need(init_from in ("scratch", "resume") or not itself, f"init_from={init_from}: this run would "
+     "write there, too; give another --out_dir=")
 need(not (out / "meta.json").exists(), f"{out} is a data folder: choose another out_dir")
 if master and not dry_run and (out.exists() or not resume):
     out.mkdir(parents=True, exist_ok=True)

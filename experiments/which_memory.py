@@ -106,7 +106,7 @@ for title, name in models.items():
     variants[dense] = (dict(keys_of(dense, name), dense=True), None)
     variants[title] = (keys_of(title, name), None)
     baseline[title] = dense
-whole = {**tuned["MoVE"], **tuned_4M["MoVE dense"]}              # MoVE itself has it with 1M tokens
+whole = {**tuned["MoVE"], **tuned_4M["MoVE dense"]}              # of the bank; with 1M it is MoVE's
 only_longer = dict(cpu=None, cpu_4M=whole, cpu_16M=whole, gpu=None)
 variants["MoVE bank x1"] = (dict(keys_of("MoVE dense", "move"), **only_longer), None)
 baseline["MoVE bank x1"] = "MoVE dense"
