@@ -875,6 +875,8 @@ def train_between(V):
     return net.requires_grad_(False)
 
 
+# Each maps a (B, T, d) to what its block adds to it. What it calls `values` starts at 0, learns at
+# value_lr and is counted as read by rows, H k a token.
 MEMORIES = {
     "linear": LinearMemory,
     "pkm": PKMMemory,

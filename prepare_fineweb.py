@@ -377,10 +377,12 @@ class JSONTokenizer(BytesTokenizer):
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.path = path
-        self.name = name or Path(path).resolve().parent.name
+        file = Path(path).resolve()
+        self.name = name or (file.parent.name if file.stem == "tokenizer" else file.stem)
         vocab = self.tokenizer.get_vocab(with_added_tokens=True)
         ends = [token for token in ENDS if token in vocab]
-        need(ends, f"{path} has no token that ends a text ({', '.join(ENDS)})")
+        need(ends, f"{path} has no token that ends a text ({', '.join(ENDS)}): add one with its "
+             "add_special_tokens()")
         self.eot = vocab[ends[0]]
         self.vocab_size = max(vocab.values()) + 1
         self.added = self.tokenizer.get_added_tokens_decoder()

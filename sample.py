@@ -13,6 +13,7 @@ see to stderr. Of a prompt from stdin the last newline is the shell's and is lef
 import codecs
 import importlib
 import json
+import math
 import os
 import re
 import sys
@@ -158,6 +159,23 @@ def load_checkpoint(path, sums=False) -> dict:
     return ckpt
 
 
+def materialize(model, device):
+    """A model made on the meta device gets its memory and initial values. What init_weights() does
+    not fill would be whatever lay in that memory: an error."""
+    model.to_empty(device=device)
+
+    def floats():
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return {name: t.detach() for name, t in tensors if t.is_floating_point()}
+
+    for t in floats().values():
+        t.fill_(math.nan)
+    model.init_weights()
+    empty = [name for name, t in floats().items() if t.sum().isnan()]
+    need(not empty, f"{type(model).__module__}.py: init_weights() must fill all tensors, buffers, "
+         f"too; it leaves out {', '.join(empty)}")
+
+
 def assemble(path, ckpt):
     """A checkpoint -> its model on the CPU, with the checkpoint's own tensors, which are in the
     mapped file. ConfigError if model_NAME.py no longer fits it."""
@@ -167,8 +185,7 @@ def assemble(path, ckpt):
         with torch.device("meta"):
             model = module.Model(module.Config(**ckpt["model_config"]))
         if dict(model.named_buffers()).keys() - model.state_dict().keys():
-            model.to_empty(device="cpu")
-            model.init_weights()    # it has tables that are computed, not saved (rotary ones, say)
+            materialize(model, "cpu")   # it has tables that are computed, not saved (rotary, say)
         model.load_state_dict(ckpt["model"], assign=True)
         for key, p in model.named_parameters():
             need(p.is_floating_point(), f"{path}: {key} holds {p.dtype}")
@@ -406,7 +423,8 @@ def look(model, tok, text, word="", **context):
         need(len(axes) <= 2, f"inspect() returns {name!r} over {axes}: a picture has two axes")
         gate_v = int(name == "gates" and getattr(model.config, "gate_v", 0))
         seen[name] = torch.atleast_2d(grid), ["", "", *axes][-2:], gate_v, by_word
-    need(seen, "this model has nothing to inspect: is it the baseline without memory?")
+    need(seen, "this model has nothing to inspect: is it the baseline without memory, "
+         "or without an inspect() of its own?")
     return seen
 
 

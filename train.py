@@ -15,9 +15,17 @@ CPU | on CUDA; -1 and "" are automatic; RECIPE: the model's own value comes befo
 positional argument is a Python file of such assignments. Precedence: globals < the model's RECIPE <
 file < command line.
 
-A model file has Config with from_depth, PRESETS, DENSE, RECIPE and Model with init_weights,
-forward, param_groups, param_counts and flops_per_token. It may have six hooks; load_module() in
-sample.py fills in what is missing:
+A model file has Config with from_depth, PRESETS, DENSE, RECIPE (of the globals below) and Model:
+
+    init_weights()                                   fills every tensor, buffers, too
+    forward(idx, targets=None, cache=None, ...)      logits, None; or None, the mean loss over
+                                                     targets >= 0 (0 if there are none)
+    param_groups(optimizer, learning_rate,           dicts of params, kind (of optimizer: kernels.py,
+                 weight_decay)                       make_optimizers), lr, weight_decay, schedule
+                                                     (False: lr is constant)
+    param_counts(), flops_per_token()                reports: total, memory, active; training
+
+It may have six hooks; load_module() in sample.py fills in what is missing:
 
     hook                                             for                                     default
     Model.begin_step(step, max_iters)                before every update                     nothing
@@ -59,7 +67,7 @@ import torch.distributed as dist
 from kernels import (average_sparse, clip_grads, fast_dtype, keep_coalesced, keep_freed_memory,
                      make_optimizers)
 from sample import (assemble, generate, load_checkpoint, load_module, load_start, make_config,
-                    pick_device, write_checkpoint)
+                    materialize, pick_device, write_checkpoint)
 
 # ---------------------------------------------------------------- configuration
 model = "move"              # `cp model_move.py model_mine.py` makes --model=mine
@@ -151,6 +159,8 @@ optimizer = given.get("optimizer") or next(iter(recipes))
 need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}.py has recipes "
      f"for {', '.join(recipes)}, and muon works for all")
 recipe = recipes.get(optimizer, recipes.get("adamw", {}))
+need(recipe.keys() <= defaults.keys(), f"{module.__name__}.py: its RECIPE has "
+     f"{', '.join(sorted(recipe.keys() - defaults.keys()))}, which train.py does not know")
 globals().update({**recipe, **given, "model": module.__name__[6:], "optimizer": optimizer})
 for key, default in defaults.items():
     value = globals()[key]
@@ -313,15 +323,14 @@ if device == "cpu":                                # Linux would kill the proces
 if master:
     from experiments.run import draw_losses, origin
     made_by = origin(model, device)                # now: the files may be edited while it runs
-raw.to_empty(device=device)
-raw.init_weights()
+materialize(raw, device)
 
 # ---------------------------------------------------------------- optimizers, resume, processes
 
 
 def muon_for_all():
-    """For models without a recipe for Muon: their groups for AdamW, but Muon takes the Linear
-    layers, all except the head."""
+    """For models whose groups have none for Muon: their groups for AdamW, but Muon takes the
+    Linear layers, all except the head."""
     linear = {m.weight for name, m in raw.named_modules()
               if isinstance(m, torch.nn.Linear) and name != "head"}
     groups = []
@@ -334,10 +343,15 @@ def muon_for_all():
     return groups
 
 
+kinds = []
 if optimizer in recipes:
     groups = raw.param_groups(optimizer, learning_rate, weight_decay)
-else:
+    kinds = [group["kind"] for group in groups]
+if optimizer == "muon" and "muon" not in kinds:
     groups = muon_for_all()
+grouped = {p for group in groups for p in group["params"]}
+forgotten = [name for name, p in raw.named_parameters() if p.requires_grad and p not in grouped]
+need(not forgotten, f"model_{model}.py: no group of param_groups() has {', '.join(forgotten)}")
 optimizers = make_optimizers(groups, (beta1, beta2))
 sparse = {p for group in groups if group["kind"] in ("sparse", "rows") for p in group["params"]}
 for p in sparse:

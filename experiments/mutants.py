@@ -280,7 +280,7 @@ MUTANTS = [
      "appendix_i and lora"),
     ("sample.py", 'fields.get("block_size", have["block_size"])', 'have["block_size"]',
      "a_start_may_change"),
-    ("sample.py", "            model.init_weights()    #", "            pass    #",
+    ("sample.py", '            materialize(model, "cpu")', "            pass",
      "copied_model_file"),
     ("sample.py", "        assemble(source, ckpt)", "        pass", "mistake and init_from"),
     ("sample.py", '"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up"',

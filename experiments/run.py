@@ -869,7 +869,8 @@ def table(exp, opt, rows):
                                 printed, trend(column, rows, a, b)))
     notes = "Mean ± standard deviation over seeds; differences are paired by seed."
     if any("†" in shown for shown in lines):
-        notes += " † Older sources than the present ones."
+        notes += (" † Older sources than the present ones: to run these again remove their folders "
+                  "in out/ and their lines in the .jsonl.")
     facts = []
     for key in ("tokens", "data_id", "device", "threads", "torch", "commit"):
         seen = [str(row[key]) for by_seed in rows.values() for row in by_seed.values()]

@@ -85,6 +85,8 @@ def home(runs, text_folder):
     lime = (ROOT / "model_lime.py").read_text()
     field = "    n_shift: int = None\n    tied: bool ="
     (home / "repo/model_unset.py").write_text(lime.replace("    tied: bool =", field, 1))
+    typo = lime.replace("dict(learning_rate=1e-3", "dict(learing_rate=1e-3", 1)
+    (home / "repo/model_typo.py").write_text(typo)
     return home
 
 
@@ -238,6 +240,7 @@ CASES = r"""
 -  repo/model_lime.py  repo/model_lime.py is a model: --model=lime trains it
 -  --model=nano  No module named 'model'
 -  --init_from=run --depth=2  leave n_layer, depth and preset out
+-  --model=typo  model_typo.py: its RECIPE has learing_rate, which train.py does not know
 -  --model=unset --n_shift=3  --n_shift cannot be given: its default is None, no int
 -  data  no config file data
 -  --dataset=nowhere  there is no data folder
