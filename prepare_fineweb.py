@@ -37,7 +37,6 @@ import concurrent.futures
 import contextlib
 import difflib
 import errno
-import fcntl
 import functools
 import glob
 import gzip
@@ -67,6 +66,11 @@ import zlib
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
+
+try:
+    import fcntl
+except ImportError:
+    sys.exit("nanoMem needs Linux or macOS; on Windows: WSL")
 
 import numpy as np
 
@@ -372,7 +376,7 @@ class JSONTokenizer(BytesTokenizer):
     def __init__(self, path, name=""):
         from tokenizers import Tokenizer, models, pre_tokenizers
         with reading(path, "is not a tokenizer.json that `tokenizers` reads"):
-            self.tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer = Tokenizer.from_str(Path(path).read_text("utf-8"))
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
@@ -843,6 +847,13 @@ def _docstrings(path):
 
 # ------------------------------------------------------------------ preparing
 
+def cores():
+    """The processor's cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):               # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def _parallel(function, items, workers):
     """map, in order, in forked processes: they have the tokenizer already."""
     if workers == 1:
@@ -850,7 +861,7 @@ def _parallel(function, items, workers):
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"     # its threads do not survive a fork
     fork = multiprocessing.get_context("fork")
-    n = workers if workers > 0 else os.cpu_count()
+    n = workers if workers > 0 else cores()
     waiting = collections.deque()      # a few ahead: who reads may stop early
     with concurrent.futures.ProcessPoolExecutor(n, fork, _obey, (os.getpid(),)) as pool:
         for item in items:

@@ -291,7 +291,7 @@ def pick_device(name):
         if name.startswith("cuda:"):
             torch.cuda.set_device(name)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]
         message = f"device={name} is not there ({reason}); leave the key out to take what is"
         raise ConfigError(message) from None
     return name
@@ -544,7 +544,7 @@ def check_safetensors(path):
     index, files = path / "model.safetensors.index.json", ["model.safetensors"]
     if index.exists():
         with reading(index, "cannot be read"):
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     for file in files:
         need(Path(str(file)).name == file, f"{index} names {file}, which is outside of its folder")
         with reading(path / file, "cannot be read, it is missing, cut short or of another kind"):
@@ -558,7 +558,7 @@ def check_safetensors(path):
 
 def main(argv):
     if {"-h", "--help"} & set(argv):
-        return print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
+        return print(__doc__ + "\n" + help_text(Path(__file__).read_text("utf-8"), _defaults))
     overrides, others = configure(argv, _defaults)
     c = SimpleNamespace(**{**_defaults, **overrides})
     need(not others, f"what is {others[:1]}? A run is given as --out_dir=, a text as --prompt=")

@@ -28,8 +28,8 @@ from types import NoneType, SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from prepare_fineweb import ConfigError, configure, guard, help_text, load_meta, lock, naming
-from prepare_fineweb import need, parse_value, reading, run_file
+from prepare_fineweb import ConfigError, configure, cores, guard, help_text, load_meta, lock
+from prepare_fineweb import naming, need, parse_value, reading, run_file
 
 # One-sided 95% quantiles of Student's t, for 1 to 9 degrees of freedom.
 T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
@@ -171,8 +171,11 @@ def git(*command):
 
 def commit(model="move"):
     """The checkout's commit, "-dirty" if more than results differ from it, or if it lacks the
-    model's file; "" without git."""
+    model's file; "" without git, or in another checkout."""
     try:
+        top = git("rev-parse", "--show-toplevel").stdout.strip()
+        if not top or Path(top).resolve() != ROOT.resolve():
+            return ""
         name = git("describe", "--always", "--exclude=*").stdout.strip()
         changed = git("diff", "--quiet", "HEAD", "--", ".", ":!experiments/results").returncode == 1
         untracked = git("ls-files", "--others", f"model_{model}.py").stdout
@@ -455,10 +458,7 @@ def start(run, opt):
     flags.append(f"--out_dir={run.folder}")
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if opt.jobs > 1:
-        cores = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        env["OMP_NUM_THREADS"] = str(max(1, cores // opt.jobs))
+        env["OMP_NUM_THREADS"] = str(max(1, cores() // opt.jobs))
         flags.append("--compile=0")
     program = "experiments/cuda_graph.py" if opt.graph else "train.py"
     print("$ python", program, shlex.join(flags), flush=True)

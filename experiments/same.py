@@ -56,7 +56,7 @@ def ways(model):
 
 def main(argv):
     if {"-h", "--help"} & set(argv):
-        return print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
+        return print(__doc__ + "\n" + help_text(Path(__file__).read_text("utf-8"), _defaults))
     overrides, others = configure(argv, _defaults)
     need(not others, f"what is {others[:1]}?")
     c = {**_defaults, **overrides}

@@ -150,7 +150,7 @@ def print_profile(run):
 
 def main(argv):
     if "-h" in argv or "--help" in argv:
-        return print(__doc__ + "\n" + help_text(Path(__file__).read_text(), _defaults))
+        return print(__doc__ + "\n" + help_text(Path(__file__).read_text("utf-8"), _defaults))
     own = [flag for flag in argv if flag.removeprefix("--").split("=")[0] in _defaults]
     options = {**_defaults, **configure(own, _defaults)[0]}
     need(options["rounds"] >= 1, f"rounds={options['rounds']}: must be at least 1")

@@ -916,6 +916,10 @@ def test_the_commit_of_a_run_is_dirty_by_code_and_not_by_results(tmp_path, monke
     assert runner.commit() == name
     (tmp_path / "model_mine.py").write_text("1")
     assert (runner.commit(), runner.commit("mine")) == (name, name + "-dirty")
+    (tmp_path / "unpacked").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "ROOT", tmp_path / "unpacked")
+        assert runner.commit() == "", "that of another repository around it"
     code.write_text("2")
     assert runner.commit() == name + "-dirty"
 
