@@ -19,7 +19,7 @@ mix_values(v, bank_rows, inverse, gate)      MoVE
 linear_cross_entropy(x, weight, targets)     every model's loss
     F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1)
 attend(q, k, v)                              every model's attention, heads after positions
-    F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    F.scaled_dot_product_attention(q, k, v, is_causal=True), for as many queries as keys
 
 gather_sum, gather_dot and their gradients are sums over the same P*k triples: query p, slot u, row
 j = indices[p,u]. They differ only in where the result goes, so three sums are all there is:
@@ -1628,7 +1628,8 @@ def scaled_sum(a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensor:
     """a*x + b*y for two scalars a, b and two tensors of one shape and dtype, in 0.7 of its time. In
     bf16 it would take three times as long.
     """
-    if x.device.type == "cpu" and x.dtype != torch.bfloat16:
+    plain = torch.compiler.is_compiling()     # which fuses this, and refuses one tensor as x and y
+    if x.device.type == "cpu" and x.dtype != torch.bfloat16 and not plain:
         return ScaledSum.apply(a, x, b, y)
     return a * x + b * y
 

@@ -648,7 +648,8 @@ class Model(nn.Module):
 
     def flops_per_token(self):
         """Forward and backward at full context: 6 a weight (at most 4 in a frozen anchor: up to its
-        first memory nothing needs a gradient), fetched memory too, and 12*T*H*d_h a layer."""
+        first memory nothing needs a gradient), fetched memory too (a key or value for each of its
+        group's heads), and 12*T*H*d_h a layer."""
         config = self.config
         weights = (self.head or self.embed).weight.numel()
         for module in self.blocks.modules():
@@ -656,7 +657,8 @@ class Model(nn.Module):
                 weights += module.weight.numel()
         each = 4 if config.frozen else 6
         attention = 12 * config.block_size * config.n_head * config.head_dim * config.n_layer
-        return each * weights + 6 * sum(config.level_sizes) + attention
+        uses = config.n_head // config.n_kv_head if config.memory == "kv" else 1
+        return each * weights + 6 * uses * sum(config.level_sizes) + attention
 
 
 # ================================================================ below the fold: other memories

@@ -607,7 +607,7 @@ class HyperConnection(nn.Module):
         z = self.norm(h)
         alpha = self.static_alpha + self.alpha_scale * torch.tanh(z @ self.alpha_fn)
         beta = self.static_beta[:, None] + self.beta_scale * torch.tanh(z @ self.beta_fn)
-        mixed = alpha.mT @ h                                   # (B, T, n+1, n) (B, T, n, d)
+        mixed = alpha.mT @ h             # (B, T, n+1, n) (B, T, n, d); under autocast it rounds h
         x = mixed[..., 0, :]
         streams = mixed[..., 1:, :]
         return streams + beta * sublayer(x)[..., None, :]      # beta (B, T, n, 1)

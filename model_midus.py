@@ -328,7 +328,8 @@ class HML(nn.Module):
     def head_values(self):
         """V W_h of all heads, one below the other, (H*n*n, d_h): the paper's V_h^cache (Appendix
         G.2), whose rows decoding reads in place of V's. It is H*d_h/r times as large as V."""
-        V_h = self.values.float() @ self.W_h.float()                       # (H, n*n, d_h)
+        with torch.autocast(self.values.device.type, enabled=False):
+            V_h = self.values.float() @ self.W_h.float()                   # (H, n*n, d_h)
         return V_h.flatten(0, 1).to(self.values.dtype)
 
 

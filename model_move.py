@@ -123,7 +123,7 @@ class Config:
     def slots(self):
         """M, value vectors of a token in a table."""
         if self.memory == "move":
-            return math.ceil(self.memory_scale * self.n_layer / 2)
+            return math.ceil(self.memory_scale * self.n_layer / 2 - 1e-9)    # 4.4 * 25 / 2 is 55
         return int(self.memory == "lave")
 
     @property
@@ -353,8 +353,6 @@ class Model(nn.Module):
 
     @torch.compiler.disable    # a graph break: how many tokens are distinct depends on the data
     def read(self, idx):
-        if self.config.memory == "none":
-            return None
         distinct, inverse = torch.unique(idx.flatten(), return_inverse=True)
         rows = self.bank(distinct) if self.bank is not None else None
         order = mix_order(inverse, self.config.slots) if torch.is_grad_enabled() else None
@@ -367,7 +365,7 @@ class Model(nn.Module):
         start = 0 if cache is None else cache.pos
         theta = rotary_frequencies(self.config, idx.device)
         rotary = rotary_tables(theta, start, idx.size(1))
-        reading = self.read(idx)
+        reading = self.read(idx) if self.config.memory != "none" else None
         x0 = rms_norm(self.embed(idx))                         # (B, T, d)
         x = x0
         for block, resid, skip in zip(self.blocks, self.resid_lambda, self.x0_lambda):

@@ -399,10 +399,9 @@ class UltraMemV2(nn.Module):
             self.W_pre = nn.Linear(config.n_embd, config.pre_value_dim, bias=False)
         self.W_out = nn.Linear(config.projectors * config.value_dim, config.n_embd, bias=False)
 
-    def forward(self, x, tables):
+    def forward(self, x, table):
         """x (B, T, d), the normed input of the FFN (h at the top) -> (B, T, d), auxiliary loss."""
         c = self.config
-        table = tables[self.table]
         tokens = x.flatten(0, 1)
         scores, slots, aux = self.retrieve(tokens)             # (P, k, H), (P, k)
         rows = self.offset + slots % c.reach                   # virtual blocks repeat
@@ -438,7 +437,7 @@ class UltraMemV2(nn.Module):
         return dict(W_q=c.key_dim ** -0.5, keys=c.key_dim ** -0.5, W_pre=c.n_embd ** -0.5,
                     W_out=(c.projectors * c.value_dim) ** -0.5, values=0.02, pre_values=0.02)
 
-    def finish_init(self, name, tables):
+    def finish_init(self, name, table):
         """The rest of the initial values, once the matrices have theirs."""
         c, r = self.config, self.retrieve
         generator = own_generator(name, r.perm)
@@ -447,7 +446,7 @@ class UltraMemV2(nn.Module):
         r.v.zero_()
         update_vectors([r])
         if c.init == "appendix":
-            return appendix_start(self, tables[self.table], generator)
+            return appendix_start(self, table, generator)
         r.q_norm.weight.fill_(c.key_dim ** -self.norm_power)
         r.k_norm.weight.fill_(c.key_dim ** -self.norm_power)
 
@@ -512,13 +511,13 @@ class Block(nn.Module):
             if config.memory == "moe":
                 self.mlp = None                                # its experts are the FFN
 
-    def forward(self, x, rotary, tables, cache):
+    def forward(self, x, rotary, table, cache):
         """-> x, what the memory adds to it here or after a later block, auxiliary loss."""
         x = x + self.attn(self.attn_norm(x), rotary, cache)
         h = self.mlp_norm(x)
         y, aux = None, 0
         if self.memory is not None:
-            y, aux = self.memory(h, tables)
+            y, aux = self.memory(h, table)
         if self.mlp is not None:
             x = x + self.mlp(h)
         return x, y, aux
@@ -565,7 +564,13 @@ class Model(nn.Module):
             else:
                 nn.init.trunc_normal_(p, 0, std, -3 * std, 3 * std, generator=generator)
         for layer in self.added_after:
-            self.blocks[layer].memory.finish_init(f"blocks.{layer}.memory", self.tables)
+            block = self.blocks[layer]
+            block.memory.finish_init(f"blocks.{layer}.memory", self.table_of(block))
+
+    def table_of(self, block):
+        """What its memory reads; None: it has no memory, or experts."""
+        i = getattr(block.memory, "table", None)
+        return None if i is None else self.tables[i]
 
     def begin_step(self, step, max_iters):
         """Before an optimizer step: the singular vectors of the cores as they are now."""
@@ -583,7 +588,7 @@ class Model(nn.Module):
         aux = x.new_zeros(())
         later = {}                                             # {block: what is added after it}
         for layer, block in enumerate(self.blocks):
-            x, y, loss = block(x, rotary, self.tables, cache)
+            x, y, loss = block(x, rotary, self.table_of(block), cache)
             aux = aux + loss
             if y is not None:
                 later[self.added_after[layer]] = y
@@ -780,10 +785,10 @@ class PKM(nn.Module):
         self.table = list(config.added_after).index(layer)
         self.retrieve = ProductKeys(config)
 
-    def forward(self, x, tables):
+    def forward(self, x, table):
         tokens = x.flatten(0, 1)
         weights, slots, aux = self.retrieve(tokens)
-        y = self.read(tokens, weights, slots, tables[self.table])
+        y = self.read(tokens, weights, slots, table)
         return y.view(x.shape), aux
 
     def read(self, x, weights, slots, table):
@@ -795,7 +800,7 @@ class PKM(nn.Module):
         W_q = (2 / (c.n_embd + 2 * c.heads * c.key_dim)) ** 0.5        # Xavier
         return dict(keys=(6 * c.key_dim) ** -0.5, W_q=W_q, values=c.value_dim ** -0.5)
 
-    def finish_init(self, name, tables):
+    def finish_init(self, name, table):
         pass
 
     @staticmethod
@@ -870,7 +875,7 @@ class PEER(PKM):
 
 class MoEGate(nn.Module):
     """A token's top_k of n_keys experts (eq. 1) by softmax, not renormalised, with OLMoE's load
-    balance and z loss, both a mean over layers (its code divides the latter by top_k, too). Eight
+    balance and z loss, both over n_layer (its code divides the latter by top_k, too). Eight
     gates of 64 are far from 1 in sum, so that a MoE starts much smaller than the FFN (26 times at
     width 256); init="ffn" starts as large, by gates of 1 in the mean over those picked."""
 
@@ -909,7 +914,7 @@ class MoE(nn.Module):
         self.retrieve = MoEGate(config)
         self.experts = nn.Parameter(torch.empty(config.n_keys, 3, width, config.n_embd))
 
-    def forward(self, x, tables):
+    def forward(self, x, table):
         tokens = x.flatten(0, 1)
         weights, experts, aux = self.retrieve(tokens)          # (P, m, 1), (P, m)
         y = torch.zeros_like(tokens)
@@ -925,7 +930,7 @@ class MoE(nn.Module):
     def stds(c):
         return {}                                              # the FFN's start
 
-    def finish_init(self, name, tables):
+    def finish_init(self, name, table):
         self.experts[:, 2].mul_((2 * self.config.n_layer) ** -0.5)     # what enters the residual
 
     @staticmethod

@@ -20,9 +20,9 @@ A model file has Config with from_depth, PRESETS, DENSE, RECIPE (of the globals 
     init_weights()                                   fills every tensor, buffers, too
     forward(idx, targets=None, cache=None, ...)      logits, None; or None, the mean loss over
                                                      targets >= 0 (0 if there are none)
-    param_groups(optimizer, learning_rate,           dicts of params, kind (of optimizer: kernels.py,
-                 weight_decay)                       make_optimizers), lr, weight_decay, schedule
-                                                     (False: lr is constant)
+    param_groups(optimizer, learning_rate,           dicts of params, kind (see make_optimizers in
+                 weight_decay)                       kernels.py), lr, weight_decay, schedule (False:
+                                                     the rate is constant)
     param_counts(), flops_per_token()                reports: total, memory, active; training
 
 It may have six hooks; load_module() in sample.py fills in what is missing:
@@ -43,7 +43,6 @@ import copy
 import json
 import math
 import os
-import resource
 import shlex
 import signal
 import sys
@@ -143,9 +142,9 @@ names = [flag.removeprefix("--model=") for flag in flags if flag.startswith("--m
 module = load_module([model, *names][-1])
 config_keys = {name: f.default for name, f in module.Config.__dataclass_fields__.items()}
 if {"-h", "--help"} & set(options):
-    print(__doc__ + "\n" + help_text(Path(__file__).read_text(), defaults))
+    print(__doc__ + "\n" + help_text(Path(__file__).read_text("utf-8"), defaults))
     print(f"\nfields of {module.__name__}.py's Config:")
-    print(help_text(Path(module.__file__).read_text(), config_keys))
+    print(help_text(Path(module.__file__).read_text("utf-8"), config_keys))
     sys.exit(0)
 for key in (config_keys.keys() - defaults.keys()) & assigned.keys():
     need(isinstance(assigned[key], KINDS), f"{key}={assigned[key]}: must be of type "
@@ -321,6 +320,7 @@ if device == "cpu":                                # Linux would kill the proces
     need(memory < there, f"{memory / 2 ** 30:.0f} GiB of {there / 2 ** 30:.0f}: choose a smaller "
          "model")
 if master:
+    import matplotlib                              # noqa: F401  now, not after hours
     from experiments.run import draw_losses, origin
     made_by = origin(model, device)                # now: the files may be edited while it runs
 materialize(raw, device)
@@ -330,7 +330,7 @@ materialize(raw, device)
 
 def muon_for_all():
     """For models whose groups have none for Muon: their groups for AdamW, but Muon takes the
-    Linear layers, all except the head."""
+    Linear layers, all except the head and those whose rate is constant."""
     linear = {m.weight for name, m in raw.named_modules()
               if isinstance(m, torch.nn.Linear) and name != "head"}
     groups = []
@@ -380,7 +380,7 @@ if world > 1 and any(p.requires_grad and p not in sparse for p in raw.parameters
     from torch.nn.parallel import DistributedDataParallel as DDP
     left_out = [name for name, p in raw.named_parameters() if p in sparse]     # see train_step
     DDP._set_params_and_buffers_to_ignore_for_model(raw, left_out)
-    net = parallel = DDP(raw, device_ids=[local_rank] if gpu else None)
+    net = parallel = DDP(raw, device_ids=[local_rank] if gpu else None, broadcast_buffers=False)
 if compile:
     net = torch.compile(net)                       # after DDP, which must see the model's own names
 autocast = torch.autocast(device.split(":")[0], torch.bfloat16, enabled=dtype == "bfloat16")
@@ -483,6 +483,8 @@ def evaluate():
     eval_tokens (at least one window), the same each time; tokens without bytes left out; a task's
     accuracy."""
     net.eval()
+    for b in raw.buffers() if world > 1 else ():   # a batch norm's: the checkpoint has rank 0's
+        dist.broadcast(b, 0)
     forward = net if parallel is None else raw     # processes may have unequal numbers of batches
     n = min(max(1, eval_tokens // block_size), val_data.n_windows)
     sums = torch.zeros(3, dtype=torch.float64)     # nats, targets, bytes
@@ -568,6 +570,7 @@ def clock(seconds):
 
 def peak_memory():
     """Bytes at the peak: the tensors on the GPU, or else the process's resident set."""
+    import resource
     if gpu:
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -152,7 +152,7 @@ MUTANTS = [
      "mask.append(np.zeros(padding))", "cut_and_pack"),
     ("model_move.py", 'self.gate_v = int(self.memory == "move")', "self.gate_v = 1",
      "test_move_fills_in"),
-    ("model_move.py", "math.ceil(self.memory_scale * self.n_layer / 2)",
+    ("model_move.py", "math.ceil(self.memory_scale * self.n_layer / 2 - 1e-9)",
      "int(self.memory_scale * self.n_layer / 2)", "test_move_fills_in"),
     ("model_move.py", "return gather_rows(self.table, distinct, self.sparse)",
      "return gather_rows(self.table, distinct)", "sparse_gradients and move"),
