@@ -4323,6 +4323,75 @@ def test_a_copied_model_file_needs_no_registration_and_no_hooks(text_folder, tmp
         assert done.returncode == 0 and expect in done.stderr, done.stdout + done.stderr
 
 
+LEAST = """
+from dataclasses import dataclass
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+@dataclass
+class Config:
+    n_embd: int = 64
+    vocab_size: int = 50304
+    block_size: int = 256
+    memory: bool = True
+
+    @classmethod
+    def from_depth(cls, depth, **fields):
+        return cls(**{"n_embd": 64 * depth, **fields})
+
+PRESETS = {}
+DENSE = dict(memory=False)
+RECIPE = {"adamw": dict(learning_rate=1e-2)}
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.config = c
+        self.embed = nn.Embedding(c.vocab_size, c.n_embd)
+        self.table = nn.Embedding(c.vocab_size, c.n_embd) if c.memory else None
+        self.inner = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+
+    def init_weights(self):
+        for name, p in self.named_parameters():
+            seed = torch.initial_seed() + sum(map(ord, name))
+            nn.init.normal_(p, 0, 0.02, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, idx, targets=None):
+        x = self.embed(idx) + (self.table(idx) if self.table is not None else 0)
+        x = x + x.cumsum(1) / torch.arange(1, idx.size(1) + 1)[:, None]    # the mean so far
+        logits = self.head(x + F.relu(self.inner(x))).float()
+        if targets is None:
+            return logits, None
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1,
+                               reduction="sum")
+        return None, loss / (targets >= 0).sum().clamp(min=1)
+
+    def param_groups(self, optimizer, learning_rate, weight_decay):
+        return [dict(params=[*self.parameters()], kind="adamw", lr=learning_rate,
+                     weight_decay=weight_decay, schedule=True)]
+
+    def param_counts(self):
+        total = sum(p.numel() for p in self.parameters())
+        return dict(total=total, memory=0, active=total)
+
+    def flops_per_token(self):
+        return 6 * (self.inner.weight.numel() + self.head.weight.numel())
+"""
+
+
+@slow
+def test_a_model_from_nothing_passes_the_tests_of_all_models(tmp_path):
+    for file in (*ROOT.glob("*.py"), ROOT / "experiments"):
+        copy = shutil.copytree if file.is_dir() else shutil.copy
+        copy(file, tmp_path / file.name)
+    (tmp_path / "model_least.py").write_text(LEAST)
+    command = ["-m", "pytest", "-q", "test_all.py", "-k", "least"]
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search("1[0-9] passed", done.stdout), done.stdout
+
+
 def test_a_tensor_that_a_model_forgets_is_an_error(tiny, monkeypatch):
     """In init_weights(), where it would be whatever lay in the memory, or in param_groups()."""
     init, groups = model_move.Model.__init__, model_move.Model.param_groups

@@ -15,7 +15,8 @@ CPU | on CUDA; -1 and "" are automatic; RECIPE: the model's own value comes befo
 positional argument is a Python file of such assignments. Precedence: globals < the model's RECIPE <
 file < command line.
 
-A model file has Config with from_depth, PRESETS, DENSE, RECIPE (of the globals below) and Model:
+A model file has Config with from_depth, PRESETS, DENSE, RECIPE (of the globals below) and Model, as
+the LEAST in test_all.py:
 
     init_weights()                                   fills every tensor, buffers, too
     forward(idx, targets=None, cache=None, ...)      logits, None; or None, the mean loss over
