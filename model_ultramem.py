@@ -569,8 +569,9 @@ class Model(nn.Module):
 
     def table_of(self, block):
         """What its memory reads; None: it has no memory, or experts."""
-        i = getattr(block.memory, "table", None)
-        return None if i is None else self.tables[i]
+        if block.memory is None or block.memory.table is None:
+            return None
+        return self.tables[block.memory.table]
 
     def begin_step(self, step, max_iters):
         """Before an optimizer step: the singular vectors of the cores as they are now."""
@@ -911,6 +912,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         width = config.n_inner // config.top_k
+        self.table = None
         self.retrieve = MoEGate(config)
         self.experts = nn.Parameter(torch.empty(config.n_keys, 3, width, config.n_embd))
 
