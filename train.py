@@ -15,8 +15,8 @@ CPU | on CUDA; -1 and "" are automatic; RECIPE: the model's own value comes befo
 positional argument is a Python file of such assignments. Precedence: globals < the model's RECIPE <
 file < command line.
 
-A model file has Config with from_depth, PRESETS, DENSE, RECIPE (of the globals below) and Model, as
-the LEAST in test_all.py:
+A model file has Config with from_depth, PRESETS, DENSE, RECIPE (of the globals below) and Model;
+LEAST in test_all.py is the shortest. Model has:
 
     init_weights()                                   fills every tensor, buffers, too
     forward(idx, targets=None, cache=None, ...)      logits, None; or None, the mean loss over
@@ -321,7 +321,7 @@ if device == "cpu":                                # Linux would kill the proces
     need(memory < there, f"{memory / 2 ** 30:.0f} GiB of {there / 2 ** 30:.0f}: choose a smaller "
          "model")
 if master:
-    import matplotlib                              # noqa: F401  now, not after hours
+    import matplotlib                              # noqa: F401  if it is missing: now, not later
     from experiments.run import draw_losses, origin
     made_by = origin(model, device)                # now: the files may be edited while it runs
 materialize(raw, device)
