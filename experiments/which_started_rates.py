@@ -1,0 +1,36 @@
+"""The learning rates of what starts from a trained baseline in which_memory.py, 3.9M tokens, one
+seed: MIDUS, the post-hoc bank, and their baselines going on. On the text of the rows; those of 1M
+tokens are in which_rates.py.
+
+The name of a row has its learning rate, of all that Muon does not take; the post-hoc bank has a
+third of it, and all else is frozen.
+"""
+from experiments import which_memory
+from experiments.which_memory import prepare, started, untuned
+
+model = "midus"
+metric = "val_bpb"
+seeds = 1
+prepare = dict(cpu=prepare["cpu_4M"], gpu=prepare["gpu"])
+cpu = which_memory.cpu_4M
+gpu = dict(which_memory.gpu, max_iters=200)
+best = {"MIDUS": "MIDUS base 0.054", "HierMem": "HierMem dense 0.015"}     # the base of its rows
+grid = [("HierMem dense", 15e-3)]                               # by which_rates.py, 3.9M tokens
+grid += [("MIDUS base", rate) for rate in (54e-3, 18e-3, 162e-3)]
+grid += [("MIDUS base continued", rate) for rate in (135e-4, 45e-4, 15e-4)]
+grid += [("MIDUS", rate) for rate in (18e-3, 6e-3, 54e-3)]
+grid += [("HierMem dense continued", rate) for rate in (15e-3, 5e-3, 15e-4)]
+grid += [("HierMem post-hoc", rate) for rate in (15e-3, 5e-3, 45e-3)]
+variants = {}
+baseline = {}
+for title, rate in grid:
+    owner = title.split()[0]
+    keys = dict(started.get(title, dict(dense=True)))
+    if "init_from" in keys:
+        keys["init_from"] = f"@{best[owner]}"
+    if title == "HierMem post-hoc":
+        keys["memory_lr"] = 1 / 3
+    name = f"{title} {rate:g}"
+    model_of = dict(MIDUS="midus", HierMem="hiermem")[owner]
+    variants[name] = (dict(untuned, model=model_of, learning_rate=rate, **keys), None)
+    baseline[name] = best[owner]
