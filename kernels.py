@@ -29,7 +29,7 @@ j = indices[p,u]. They differ only in where the result goes, so three sums are a
     to the rows      G[j]   = sum of w[p,u] g[p] over (p,u) -> j
 
 The first is gather_sum and gather_dot's gradient for x, the second gather_dot and gather_sum's
-gradient for the weights, the third the gradient of both for the table (MIDUS Algorithm 1). The
+gradient for the weights, the third the gradient of both for the table (MIDUS, Appendix G.3). The
 third is the hard one, since many queries may hit one row. The P*k indices are sorted, which makes a
 row's hits one run, and each row is written once: no atomics (the gradient is bitwise the same in
 every run), no (P*k, d) tensor, and with sparse_grad=True nothing of the table's size.
@@ -131,7 +131,7 @@ def check_indices(name, t, shape, below):
 # ================================================================ search
 
 def product_key_topk(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest s_row[p,i] + s_col[p,j] of the n x n grid, in two stages (MIDUS eqs. 13-15).
+    """The k largest s_row[p,i] + s_col[p,j] of the n x n grid, in two stages (MIDUS eqs. 14, 15).
 
     s_row, s_col (P, n) float, 1 <= k <= n*n -> scores (P, k) fp32 (fp64 for fp64), descending; rows
     i and columns j, (P, k) int64: row i*n + j of the table. Gradients flow through the scores into
@@ -207,7 +207,7 @@ def gather_sum(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional
     float -> (P, d) in the weights' dtype. weights (P, k, H): weight h is for slice h of the row's H
     slices of d/H columns. With blocks (P, k) int in [0, n_blocks) the sum is kept per block -> (P,
     n_blocks, d) (UltraMem; UltraMemV2 eq. 9). Gradients: for the weights <table[j], g[p]>; for the
-    table MIDUS Algorithm 1, dense, or with sparse_grad=True a coalesced COO tensor of the touched
+    table G (above), dense, or with sparse_grad=True a coalesced COO tensor of the touched
     rows (see keep_coalesced), which breaks a compiled graph at every call. order:
     sort_indices(indices), where several operations share the indices.
     """

@@ -19,10 +19,10 @@ starts as the identity on the layer's own heads, with noise on the others.
        layer 2          +---R_2----+          |     -> attention(Q_2, K~_2, V~_2)
        layer 3          +----------+---R_3----+     -> attention(Q_3, K~_3, V~_3)
 
-The first layer has no router. The backbone is LLaMA: RMSNorm, RoPE, grouped-query attention,
-SwiGLU, tied embeddings. Below the fold: the paper's other routers (a few layers only, an average,
-the same head only, one weight a channel, weights from the input) and its baselines, DenseFormer and
-Hyper-Connections.
+The first layer has no router (Appendix H; section 4 gives it one). The backbone is LLaMA: RMSNorm,
+RoPE, grouped-query attention, SwiGLU, tied embeddings. Below the fold: the paper's other routers (a
+few layers only, an average, the same head only, one weight a channel, weights from the input) and
+its baselines, DenseFormer and Hyper-Connections.
 
     python train.py --model=lime --depth=4       # --dense=True: LLaMA; --router=last-2: another
 """
@@ -242,7 +242,8 @@ class Router(nn.Module):
     def init_weights(self, name):
         """A layer's own heads: the identity. The others: Kaiming uniform of variance 1/(n H_kv), so
         that the n-1 earlier layers add (n-1)/n of a head's variance. (Appendix H prints the bound
-        as sqrt(3 / (l+1) * H_kv), above 1 in its models; we read sqrt(3 / ((l+1) * H_kv)).)"""
+        as sqrt(3 / (l+1) * H_kv), above 1 in most of its models; we read
+        sqrt(3 / ((l+1) * H_kv)). It prints none of other routers; theirs have this form, too.)"""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:
@@ -327,8 +328,8 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """N(0, 0.02) for every matrix, in LIMe and its baselines alike; routers and residual
-        mixtures have starts of their own."""
+        """N(0, 0.02) for every matrix, in LIMe and its baselines alike (the paper prints the start
+        of routers alone); routers and residual mixtures have starts of their own."""
         for name, p in self.named_parameters():
             std = self.config.kv_init if name.endswith(("W_K.weight", "W_V.weight")) else 0.02
             if p.ndim == 1:

@@ -8,7 +8,7 @@ attention copied from the block that follows, and in place of the FFN a head-wis
 (HML), where every head's output is the query to a product-key memory with keys of its own. The
 heads share one table V of narrow latent values (V with a bar in the paper), and each head realises
 them with its own matrix W_h (HIVE). V starts at zero: the deeper model is, to the last bit, the
-base it grew from.
+base it grew from. LN is an RMS norm, as in Llama.
 
     a'    = Attn'(LN(x)) = [a_1 | ... | a_H]  (B, T, H, d_h)  no output projection        eq. 3
     s     = a_h[row] K_h[row]^T, a_h[col] K_h[col]^T  (n) and (n)  q_h = a_h, in halves   eq. 13
@@ -149,8 +149,8 @@ PRESETS = {                       # the paper's two models, grown with HML; --de
                         rope_scaling="8:1:4:8192", tied=False),
 }
 DENSE = dict(upscale="base", placement="distributed", inserted=0)
-# Betas, clipping and the rate are ours, for short runs. The paper's rate is 1e-4 (1B) or 5e-5 (8B)
-# in CPT, in SFT 1e-5 (1B), on 64 x 2,048 tokens a step.
+# Betas, clipping and the rate are ours, for short runs. The paper's rate is 1e-4 in CPT (8B on
+# FineWeb-Edu: 5e-5), 1e-5 in SFT (1B), on 64 x 2,048 tokens a step.
 RECIPE = {
     "adamw": dict(learning_rate=2e-3, weight_decay=1e-6, beta1=0.9, beta2=0.999, grad_clip=1.0,
                   schedule="cosine", warmup=0.1),
@@ -334,7 +334,7 @@ class HML(nn.Module):
 
 
 class MemoryBlock(nn.Module):
-    """M(x) = x + HML(a'(x)): no internal residual, no projection of outputs or queries (eq. 5)."""
+    """M(x) = x + HML(a'(x)) (eq. 5): no internal residual, no projection of outputs or queries."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -443,6 +443,7 @@ class Model(nn.Module):
 
             values                    0, so that a memory block adds nothing       Appendix D.2
             sub-keys                  uniform within 1/sqrt(their width)           ours from here
+            UltraMem's cores          uniform in [0, 1)
             embedding, head           N(0, 0.02^2); and W_q of memories below the fold
             W_h                       N(0, 1/r)
             other matrices            N(0, 1/fan-in)
@@ -505,7 +506,7 @@ class Model(nn.Module):
         """What trains: values, other tensors of the memories, matrices, vectors.
 
         The memories have no decay and, unless memory_schedule, a constant rate. (Appendix E.2 says
-        so of keys and values; W_h and the other memories' matrices go with them here.) The rest
+        so of HML's keys and values; W_h and all of the other memories go with them here.) The rest
         follows the schedule; no decay for norms and biases is ours.
 
         value_lr: Adam moves a number by about the rate in a step. In a matrix a whole row of such
@@ -610,7 +611,8 @@ def start(path, ckpt, fields):
 
 class QueryBlock(MemoryBlock):
     """Table 11's structures, which change the queries: the internal residual, the attention's
-    output projection, a norm of each channel over batch and time or of each head's query."""
+    output projection, a norm of each channel over batch and time or of each head's query. (The
+    paper names them; where they stand and what they norm is our reading of K.4.)"""
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -651,7 +653,7 @@ class FullBlock(nn.Module):
 
 class PKMMemory(nn.Module):
     """Product-key memory: queries a W_q, keys for each head, one table of full-width values; the
-    heads' results are summed."""
+    heads' results are summed (ours: the paper prints one head)."""
 
     def __init__(self, config):
         super().__init__()
@@ -779,7 +781,7 @@ def fill_llama_pro(new, blocks, places):
 
 
 def place_gaps(L, D):
-    """One block in each of the last D gaps; in the final stack the top-heavy list."""
+    """One block in each of the last D gaps (LESA: ours); in the final stack the top-heavy list."""
     if D >= L:
         raise ValueError(f"n_layer={L}, inserted={D}: a block in each of the last gaps between "
                          "blocks needs inserted < n_layer")

@@ -28,11 +28,11 @@ heads, and a value vector has d_kv = H_kv d_h numbers.)
                        +---------------------------+
 
 What to compare it with (below the fold): LaVE, a table of value embeddings for every second layer
-(eq. 6), and both of them inside Multi-head Latent Attention (eq. 7). The backbone is nanochat's of
-January 2026: norms without weights, rotary embeddings, normed queries and keys, relu^2, untied
-embeddings, soft-capped logits, full attention (since 11 January three nanochat layers in four see
-half of the context), and x = resid_lambda * x + x0_lambda * x0 before each block, where x0 is the
-normed embedding.
+(eq. 6), and both inside Multi-head Latent Attention (section 4.4, MoVE by eq. 7). The backbone is
+nanochat's of January 2026: norms without weights, rotary embeddings, normed queries and keys,
+relu^2, untied embeddings, soft-capped logits, full attention (since 11 January three nanochat
+layers in four see half of the context), and x = resid_lambda * x + x0_lambda * x0 before each
+block, where x0 is the normed embedding.
 
     python train.py --model=move --depth=4 --memory_scale=4     # x4; --dense=True: without a memory
 """
@@ -464,7 +464,8 @@ class Model(nn.Module):
 
 class LaVE(MoVE):
     """Layer-wise value embeddings (eq. 6): MoVE with one slot and a table of the layer's own, by
-    default without g_0. (Eq. 6 has no index of heads; here every head has a gate, as in MoVE.)"""
+    default without g_0. (Eq. 6 has no index of heads; here every head has a gate, as in MoVE.
+    Section 4.5's g_0 is "a sigmoid gate"; here 2*sigmoid, as the others.)"""
 
     def __init__(self, config):
         super().__init__(config)
@@ -488,8 +489,8 @@ class LatentAttention(nn.Module):
     The paper does not say from which of the two keys are made: c_S is used "for the final
     projection", and is what the cache stores. So here keys, too, are made from c_S. (plain_keys:
     from c, and the cache holds both.) Nor does it say whether c is normed, as in DeepSeek-V2; here
-    it is not. (latent_norm: it is, before the memory.) The paper absorbs W_UV into W_O; here values
-    are made."""
+    it is not. (latent_norm: it is, before the memory.) Nor does it speak of positions: keys are
+    rotated and normed as in Attention. The paper absorbs W_UV into W_O; here values are made."""
 
     def __init__(self, config, layer):
         super().__init__()

@@ -66,7 +66,7 @@ class Config:
     n_keys: int = -1              # n: n^2 slots; -1: the size of 56 experts (MoE: n experts)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L in all layers together (MoE: 8)
-    key_dim: int = -1             # D_k; -1: d/4, with rank_queries=0 d/2 (4.2.4; UltraMem d/4)
+    key_dim: int = -1             # D_k; -1: d/4 (Table 10), with rank_queries=0 d/2 (UltraMem d/4)
     value_dim: int = -1           # D_v; -1: 3d/16, 3 D_p (UltraMem d/2, older d, MoE an expert's)
     pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain values (-1 of older memories)
     rank_queries: int = -1        # 1: a query per Tucker rank; 0: one for all; -1: 1 (UltraMem 0)
@@ -76,7 +76,7 @@ class Config:
     init: str = "published"       # published (code) | appendix (eq. 26); MoE: published | ffn
     value_lr: float = 1.0         # rate of the values at the start, in units of the others' (4.2.9)
     value_lr_until: float = 0.25  # the fraction of the run at which it has fallen to 1
-    balance_loss: float = 0.0     # beta of eq. 19 (the paper tried 0.001)
+    balance_loss: float = 0.0     # beta of eq. 19 (the paper: 0.001; see balance_loss)
     sparse_memory: bool = False   # lazy Adam for tables: cost independent of N; no weight decay
 
     def __post_init__(self):
@@ -308,8 +308,11 @@ def own_generator(name, p):
 class Retrieval(nn.Module):
     """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8).
     The h^2 heads of eq. 11 are E = h^2 `virtual` blocks of slots with one C for all, as in the
-    published code. Each rank has its own query (section 3.2); that code makes them, but scores all
-    ranks of a head's rows with one of them and all ranks of its columns with another."""
+    published code; the paper does not say which h it trained, here it is 1. Each rank has its own
+    query (section 3.2); that code makes them, but scores all ranks of a head's rows with one of
+    them and all ranks of its columns with another. As there, heads share the queries, and a norm
+    has one weight for all keys. (By section 4.2.3 two heads of half D_k are as much work as one;
+    so shared, they are less.)"""
 
     def __init__(self, config):
         super().__init__()
@@ -702,7 +705,7 @@ def appendix_start(memory, table, generator):
 def balance_loss(retrieval, s_row, s_col):
     """Eqs. 18-20 for rows plus columns, mean over heads: 1 + 1 where use is uniform. The frequency
     is a share of stage 1's picks, as in the published code; eq. 20 prints a share of the tokens,
-    m_key times as much."""
+    m_key times as much. Layers add up."""
     m_key = retrieval.config.m_key
     loss = 0
     for vector, s in ((retrieval.u, s_row), (retrieval.v, s_col)):
@@ -719,7 +722,7 @@ def first_table(config, i):
     kind, _, g = config.share.partition(":")
     layers, g = len(config.added_after), int(g)
     if kind == "ring":
-        return i                                               # own first; the paper's one earlier
+        return i                                               # own first; Table 7's one earlier
     if kind == "block":
         return i // g * g
     return min(max(i - (g + 1) // 2 + 1, 0), layers - g)       # noring
@@ -875,8 +878,8 @@ class PEER(PKM):
 # ---------------------------------------------------------------- the mixture of experts
 
 class MoEGate(nn.Module):
-    """A token's top_k of n_keys experts (eq. 1) by softmax, not renormalised, with OLMoE's load
-    balance and z loss, both over n_layer (its code divides the latter by top_k, too). Eight
+    """A token's top_k of n_keys experts by softmax (eq. 1 has none), not renormalised, with OLMoE's
+    load balance and z loss, both over n_layer (its code divides the latter by top_k, too). Eight
     gates of 64 are far from 1 in sum, so that a MoE starts much smaller than the FFN (26 times at
     width 256); init="ffn" starts as large, by gates of 1 in the mean over those picked."""
 
@@ -903,8 +906,9 @@ class MoEGate(nn.Module):
 
 
 class MoE(nn.Module):
-    """Mixture of SwiGLU experts in the FFN's place (OLMoE; eq. 2), dropless: every expert runs on
-    all tokens that chose it. Their number is data, so a compiled graph breaks here."""
+    """Mixture of SwiGLU experts in the FFN's place, as in OLMoE (eq. 2's have no up), dropless:
+    every expert runs on all tokens that chose it. Their number is data, so a compiled graph breaks
+    here."""
 
     fixed = dict(PLAIN, heads=1, key_dim=-1, pre_value_dim=0, sparse_memory=False, value_lr=1.0)
 

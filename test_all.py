@@ -1983,7 +1983,7 @@ None            ffn table
 
 
 @parametrize("start", STARTS.strip().split("\n\n"), ids=lambda start: start.split("\n")[0])
-def test_initial_values_are_the_papers(start):
+def test_initial_values_are_as_documented(start):
     flags, table = start.split("\n", 1)
     name, *flags = flags.split(" ", 1)
     fields = dict(n_embd=128, vocab_size=512) | typed(name, *flags)
@@ -2022,7 +2022,7 @@ midus    llama3.1_8b    memory=pkm              8_030_261_248 + 1_212_219_392
 midus    llama3.1_8b    memory=ultramem         8_030_261_248 + 1_291_913_216
 """))
 def test_parameter_counts_are_the_papers(name, preset, flags, total):
-    """To the unit; those of LIMe and its rivals are Table 13's."""
+    """To the unit. LIMe's and its rivals' of 1b, rounded, are Table 13's."""
     model = on_meta(name, preset, **typed(name, flags))
     assert model.param_counts()["total"] == eval(total)
 
@@ -2601,7 +2601,7 @@ def test_ultramem_moe_equals_its_equation_and_has_olmoes_losses(init):
     want = torch.zeros_like(y)
     for t, i in itertools.product(range(6), range(2)):
         gate, up, down = module.experts[picks[t, i]]
-        want[t] += gates[t, i] * (F.silu(gate @ x[t]) * (up @ x[t])) @ down        # eq. 2
+        want[t] += gates[t, i] * (F.silu(gate @ x[t]) * (up @ x[t])) @ down
     near = dict(atol=1e-5, rtol=1e-5)                          # gates are fp32
     assert_close(y, want, **near)
     share = torch.bincount(picks.flatten(), minlength=5) / 12
@@ -2675,7 +2675,7 @@ ULTRAMEM_PAPER = {     # Table 10: total (billions), active (millions); ours, wh
 
 @parametrize("preset, paper", ULTRAMEM_PAPER.items())
 def test_ultramem_parameter_counts(preset, paper):
-    """The paper counts a tied embedding as active, not in the total; of untied ones neither."""
+    """The paper's fit if a tied embedding is active and not in the total, untied ones neither."""
     model = on_meta("ultramem", preset)
     counts, c = model.param_counts(), model.config
     embed = c.vocab_size * c.n_embd

@@ -3,8 +3,8 @@ Work on the bank of a model with hierarchical memories: training it in parts, ta
 it, and what a prompt reads of it.
 
 With a frozen anchor the memories under each node of level 1 are trained by a job of their own, on
-the text of that subtree alone, and one more job trains the generic blocks; the jobs need not run at
-the same time or on the same machine (section A.2). A job is an ordinary run:
+the text of that subtree alone; the jobs need not run at the same time or on the same machine
+(section A.2; it has no job for the generic blocks, here one more). A job is an ordinary run:
 
     python experiments/bank.py split --dataset=data/x       # writes data/x-subtree0, -subtree1, ...
     python train.py --model=hiermem --init_from=out/anchor --memory=ffn --frozen=True --generic=0 \\

@@ -5,10 +5,10 @@ Hierarchical memories: how long a prompt waits for its blocks when the bank lies
 
 The shape of the paper's 160M anchor (openlm_160m) with a bank of 8, 64 and 512 nodes, random
 numbers in fp32. Figure 5 reckons with hardware that it imagines: 38 ms if each level lies on a tier
-of its own, 198 ms if as much is fetched from an external disk, 47 ms if the next prompt only needs
-other blocks of the deepest level. Here the tiers are those of this machine: the GPU if there is
-one, host memory, and a checkpoint mapped from disk, read before (the system has it in its cache) or
-not (its pages are dropped first; the bytes that came from the disk are counted). For each
+of its own, 198 ms if as much is fetched from an external disk, 47 ms from there if the next prompt
+only needs other blocks of deeper levels. Here the tiers are those of this machine: the GPU if there
+is one, host memory, and a checkpoint mapped from disk, read before (the system has it in its cache)
+or not (its pages are dropped first; the bytes that came from the disk are counted). For each
 placement: milliseconds to fetch every level's block for one prompt, and to the first token of the
 prompt, fetching included. Beside them, the time to load the whole model. Medians over rounds with a
 leaf of their own. Writes results/hiermem_bank_tiers-DEVICE.json.

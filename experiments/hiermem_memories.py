@@ -2,8 +2,9 @@
 in which layers it stands (Table 9).
 
 The paper's numbers are log perplexities of Wikipedia: Table 9's. It finds FFN memories best, and
-memories in all layers best. Its blocks are of level 2; so they are here on a GPU. On a CPU they are
-of level 1, for of the 64 nodes of level 2 most would see less than 200,000 tokens.
+memories in all layers (by perplexity; late ones are as good in accuracy). Its blocks are of level
+2; so they are here on a GPU. On a CPU they are of level 1, for of the 64 nodes of level 2 most
+would see less than 200,000 tokens.
 
 On hiermem_table1.py's anchor: `python train.py experiments/hiermem_table1.py --only="A1 anchor"`.
 Each kind's rate on a CPU is the best of hiermem_kind_rates.py.

@@ -6,8 +6,8 @@ Anchors of 7, 6, 5 and 4 layers (gpu: 35, 32, 28, 24), frozen, that fetch what t
 The bank is as large for all. The paper's anchors go to 24 of 410M parameters. It has no number for
 each point, and "flat" is an answer at a small size. "7 layers continued" is hiermem_table1.py's
 anchor after as many tokens as the others' two phases. The paper warns that the ratio may be another
-one where anchor and bank learn together: "co-trained" asks that at both ends. Here rates fall by a
-cosine; the paper's memories keep 1e-4 (A.7).
+one where anchor and bank learn together: "co-trained" asks that at both ends. Rates and decay are
+hiermem_table1.py's, and fall by a cosine (A.7: anchors at 1e-3, memories at 1e-4 to the end).
 """
 from experiments.hiermem_memories import cpu, gpu, prepare
 from experiments.hiermem_table1 import variants as table1

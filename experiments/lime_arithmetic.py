@@ -1,5 +1,4 @@
-"""LIMe, section 5.4.2: on the Arithmetic Expression Task of 6 operands LIMe beats LLaMA, more so
-early on.
+"""LIMe, section 5.4.2: on the Arithmetic Expression Task of 6 operands LIMe beats LLaMA.
 
 4 layers, width 32, 4 heads, linear decay, as in the paper's Appendix A, but numbers up to 19 and 10
 epochs (gpu: 199 and the paper's 200). At two learning rates (the router's 1e-2 with both), since

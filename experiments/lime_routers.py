@@ -6,13 +6,14 @@ prints no losses of DenseFormer and Hyper-Connections (the order claimed here is
 accuracies in its Table 1), of its dynamic routers (here they are added to a static one), nor of its
 findings on the routers' start, rate and decay.
 
-Routers learn at the paper's 1e-2, "slow routers" at a tenth of that, as in its Table 3. "router
+Routers learn at 1e-2, as in the paper's Table 3, "slow routers" at a tenth of that. "router
 decay" shrinks them as much over the run as in the paper's 20,000 steps. All else learns at LIMe's
 best rate in lime_rates.py (cpu), "at 0.003" and "at 0.012" at its neighbours: the best of a shorter
-run need not be this one's. The warm-up takes the paper's 200 steps. With 8 layers first-6 is LIMe
-itself, first-4 and last-6 are nearly that. The published code starts K and V of LIMe with variance
-1/(3d), and so do the rows "published start": at a width of 768 that is near the 0.02 of all other
-matrices, at 128 it is 0.051. Muon rows come last, at which_rates.py's best of 3.9M tokens.
+run need not be this one's. The warm-up takes the paper's 200 steps (gpu: 100). With 8 layers
+first-6 is LIMe itself, first-4 and last-6 are nearly that. The published code starts K and V of
+LIMe with variance 1/(3d), and so do the rows "published start": at a width of 768 that is near the
+0.02 of all other matrices, at 128 it is 0.051. Muon rows come last, at which_rates.py's best of
+3.9M tokens.
 """
 from math import log
 
