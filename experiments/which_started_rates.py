@@ -14,9 +14,9 @@ seeds = 1
 prepare = dict(cpu=prepare["cpu_4M"], gpu=prepare["gpu"])
 cpu = which_memory.cpu_4M
 gpu = dict(which_memory.gpu, max_iters=200)
-best = {"MIDUS": "MIDUS base 0.054", "HierMem": "HierMem dense 0.015"}     # the base of its rows
+best = {"MIDUS": "MIDUS base 0.018", "HierMem": "HierMem dense 0.015"}     # the base of its rows
 grid = [("HierMem dense", 15e-3)]                               # by which_rates.py, 3.9M tokens
-grid += [("MIDUS base", rate) for rate in (54e-3, 18e-3, 162e-3)]
+grid += [("MIDUS base", rate) for rate in (54e-3, 18e-3, 6e-3, 162e-3)]
 grid += [("MIDUS base continued", rate) for rate in (135e-4, 45e-4, 15e-4)]
 grid += [("MIDUS", rate) for rate in (18e-3, 6e-3, 54e-3)]
 grid += [("HierMem dense continued", rate) for rate in (15e-3, 5e-3, 15e-4)]
