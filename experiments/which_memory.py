@@ -69,6 +69,10 @@ tuned_4M = {                    # from 3.9M tokens on; who is not here keeps tho
     "UltraMemV2": dict(learning_rate=12e-4),
     "HierMem dense": dict(learning_rate=15e-3),
     "HierMem": dict(learning_rate=15e-3, memory_lr=1 / 9),
+    "MIDUS base": dict(learning_rate=6e-3),                     # these by which_started_rates.py
+    "MIDUS base continued": dict(learning_rate=45e-4),
+    "MIDUS": dict(learning_rate=6e-3),
+    "HierMem dense continued": dict(learning_rate=5e-3),
 }
 times_on = "one core of an AMD EPYC (step_time.py; before those of step_time-cpu.jsonl)"
 times = {                       # a step of the memory there, its baseline's 1: step_time.py
