@@ -949,8 +949,10 @@ def plot(exp, rows, file):
             axes.plot(printed, y + 0.25, "D", color="C1", markersize=5)
     axes.axvline(0, color="grey", linewidth=1)
     axes.set(yticks=range(len(shown)), yticklabels=shown, ylim=(max(len(shown), 1) - 0.5, -0.5),
-             xlabel=f"{exp.metric} minus {exp.minus}: one-sided 95%; diamonds: the paper's",
              title=file.stem)
+    axes.locator_params(axis="x", nbins=6)
+    figure.supxlabel(f"{exp.metric} minus {exp.minus}: one-sided 95%; diamonds: the paper's",
+                     fontsize="medium")                         # wider than axes with long names
     figure.savefig(file, dpi=120)
 
 
