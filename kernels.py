@@ -207,7 +207,7 @@ def gather_sum(table: Tensor, indices: Tensor, weights: Tensor, blocks: Optional
     float -> (P, d) in the weights' dtype. weights (P, k, H): weight h is for slice h of the row's H
     slices of d/H columns. With blocks (P, k) int in [0, n_blocks) the sum is kept per block -> (P,
     n_blocks, d) (UltraMem; UltraMemV2 eq. 9). Gradients: for the weights <table[j], g[p]>; for the
-    table G (above), dense, or with sparse_grad=True a coalesced COO tensor of the touched
+    table G (the file's head), dense, or with sparse_grad=True a coalesced COO tensor of the touched
     rows (see keep_coalesced), which breaks a compiled graph at every call. order:
     sort_indices(indices), where several operations share the indices.
     """

@@ -27,9 +27,9 @@ s_l = 3 r_l d n_layer:
       tokens --> embed --> [ attention, FFN + fetched FFN memory ] x L --> head
 
 Every level also has a *generic* block, for any text, not counted in |W|: a training sequence takes
-those of all levels with probability 1/(k_1 + 1), else the blocks of its path (section 4, of an
-anchor that learns, too). Below the fold are the other kinds of memory. A leaf is a window's, as in
-Appendix C (A.2 speaks of a document's).
+those of all levels with probability 1/(k_1 + 1), else the blocks of its path (section 4 says
+so of co-training; here frozen anchors, too). A leaf is a window's, as in Appendix C (A.2 speaks of
+a document's). Below the fold are the other kinds of memory.
 The tree is made and walked by experiments/topics.py; experiments/bank.py trains a bank in jobs and
 takes blocks out of it. The anchor alone, and then with memories (Table 1, A1 and A2; with
 --frozen=True A3; the paper's rates for them are at RECIPE). The last command reads the anchor's

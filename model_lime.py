@@ -243,7 +243,7 @@ class Router(nn.Module):
         """A layer's own heads: the identity. The others: Kaiming uniform of variance 1/(n H_kv), so
         that the n-1 earlier layers add (n-1)/n of a head's variance. (Appendix H prints the bound
         as sqrt(3 / (l+1) * H_kv), above 1 in most of its models; we read
-        sqrt(3 / ((l+1) * H_kv)). It prints none of other routers; theirs have this form, too.)"""
+        sqrt(3 / ((l+1) * H_kv)). It prints no other router's start; here it is this.)"""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:

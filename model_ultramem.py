@@ -705,7 +705,7 @@ def appendix_start(memory, table, generator):
 def balance_loss(retrieval, s_row, s_col):
     """Eqs. 18-20 for rows plus columns, mean over heads: 1 + 1 where use is uniform. The frequency
     is a share of stage 1's picks, as in the published code; eq. 20 prints a share of the tokens,
-    m_key times as much. Layers add up."""
+    m_key times as much. The layers' losses add up."""
     m_key = retrieval.config.m_key
     loss = 0
     for vector, s in ((retrieval.u, s_row), (retrieval.v, s_col)):

@@ -14,7 +14,8 @@ seeds = 1
 prepare = dict(cpu=prepare["cpu_4M"], gpu=prepare["gpu"])
 cpu = which_memory.cpu_4M
 gpu = dict(which_memory.gpu, max_iters=200)
-best = {"MIDUS": "MIDUS base 0.018", "HierMem": "HierMem dense 0.015"}     # the base of its rows
+# What goes on or grows starts from these; which_memory.py's MIDUS base has 0.006, level with 0.018.
+bases = {"midus": "MIDUS base 0.018", "hiermem": "HierMem dense 0.015"}
 grid = [("HierMem dense", 15e-3)]                               # by which_rates.py, 3.9M tokens
 grid += [("MIDUS base", rate) for rate in (54e-3, 18e-3, 6e-3, 162e-3)]
 grid += [("MIDUS base continued", rate) for rate in (135e-4, 45e-4, 15e-4)]
@@ -24,13 +25,11 @@ grid += [("HierMem post-hoc", rate) for rate in (15e-3, 5e-3, 45e-3)]
 variants = {}
 baseline = {}
 for title, rate in grid:
-    owner = title.split()[0]
+    name = title.split()[0].lower()
     keys = dict(started.get(title, dict(dense=True)))
     if "init_from" in keys:
-        keys["init_from"] = f"@{best[owner]}"
+        keys["init_from"] = f"@{bases[name]}"
     if title == "HierMem post-hoc":
         keys["memory_lr"] = 1 / 3
-    name = f"{title} {rate:g}"
-    model_of = dict(MIDUS="midus", HierMem="hiermem")[owner]
-    variants[name] = (dict(untuned, model=model_of, learning_rate=rate, **keys), None)
-    baseline[name] = best[owner]
+    variants[f"{title} {rate:g}"] = (dict(untuned, model=name, learning_rate=rate, **keys), None)
+    baseline[f"{title} {rate:g}"] = bases[name]
