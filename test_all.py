@@ -2675,7 +2675,7 @@ ULTRAMEM_PAPER = {     # Table 10: total (billions), active (millions); ours, wh
 
 @parametrize("preset, paper", ULTRAMEM_PAPER.items())
 def test_ultramem_parameter_counts(preset, paper):
-    """The paper's fit if a tied embedding counts as active, not in the total; untied ones nowhere."""
+    """The paper's fit if a tied embedding counts as active alone, and untied ones nowhere."""
     model = on_meta("ultramem", preset)
     counts, c = model.param_counts(), model.config
     embed = c.vocab_size * c.n_embd

@@ -4,7 +4,7 @@ a bank worth a layer?
 
 How fast a bank should learn depends on its slots. So each is tried at three parts of the rate that
 the recipe gives it, "bank 1/4" being a quarter; the one that stands first in RATES has three seeds
-and the claims. The paper prints none; all its rows have one, it says.
+and the claims. The paper prints no rate, and has one for all its rows.
 
 "L+1" and "L+2" are the standard model with more layers. The paper asks for D13 and D14, which have
 1.20 and 1.42 times D12's work. On a CPU they keep their width, which costs about that (1.19 and
