@@ -141,7 +141,7 @@ PRESETS = {
     "d20_mla": dict(n_layer=20, n_embd=1280, n_head=10, attention="mla"),
 }
 DENSE = dict(memory="none")
-RECIPE = {                        # the paper's (nanochat's, for 524,288 tokens a step) comes first
+RECIPE = {                        # nanochat's (the paper's, for 524,288 tokens a step) comes first
     "muon": dict(learning_rate=0.02, weight_decay=0.2, beta1=0.8, beta2=0.95, grad_clip=0.0,
                  schedule="wsd", warmup=0.0, warmdown=0.4),
     "adamw": dict(learning_rate=2e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0),

@@ -8,8 +8,8 @@ activation. They stand on an n x n grid whose rows and columns have keys; cell (
 small bilinear form of row a's and column b's scores: 4n dot products rank n^2 experts. No softmax,
 no activation: choosing is the nonlinearity. P = B*T tokens (P_i is a pre-value), R retrieval heads,
 r = 2 Tucker ranks, H = 2 Tucker cores C (H, R, r, r), m slots picked by each head (top_k in the
-code), k = R*m. (The paper writes one core; H of them, each weighing a slice of V_i, are its
-published code's.)
+code), k = R*m. (Eq. 7 has one core; H of them, each weighing a slice of V_i, are the published
+code's.)
 
     h     = RMSNorm(x)                          (P, d)      the FFN's input; the paper's x
     q     = RMSNorm(h W_q)                      (P, 2, r, D_k)   for rows and columns, one a rank

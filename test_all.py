@@ -2021,8 +2021,8 @@ midus    llama3.1_8b    memory=linear           8_030_261_248 + 1_476_460_544
 midus    llama3.1_8b    memory=pkm              8_030_261_248 + 1_212_219_392
 midus    llama3.1_8b    memory=ultramem         8_030_261_248 + 1_291_913_216
 """))
-def test_parameter_counts_are_the_papers(name, preset, flags, total):
-    """To the unit. LIMe's and its rivals' of 1b, rounded, are Table 13's."""
+def test_parameter_counts(name, preset, flags, total):
+    """To the unit. Rounded, those of 1b are LIMe's Table 13, those of 8b MIDUS's Table 2."""
     model = on_meta(name, preset, **typed(name, flags))
     assert model.param_counts()["total"] == eval(total)
 
@@ -2240,6 +2240,7 @@ def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active
 
 @parametrize("preset, gmacs", [("1b_gqa", 2.265), ("1b_mha", 36.24)])
 def test_lime_routing_costs_what_table_13_says(preset, gmacs):
+    """Its FLOPs are multiplications and additions at once."""
     lime, llama = (on_meta("lime", preset, router=router) for router in ("static", "none"))
     added = (lime.flops_per_token() - llama.flops_per_token()) / 6 * 2048          # of 2,048 tokens
     assert added / 1e9 == approx(gmacs, rel=5e-4)
@@ -2247,7 +2248,7 @@ def test_lime_routing_costs_what_table_13_says(preset, gmacs):
 
 @parametrize("baseline, gqa, mha", [("denseformer", 0.7, 0.6), ("hyper", 8.6, 8.5)])
 def test_lime_baselines_cost_what_table_13_says(baseline, gqa, mha):
-    """It counts four operations for a number in a layer norm: of a stream or a block's input."""
+    """fvcore has four operations for a number in a layer norm: of a stream or a block's input."""
     norms = 32 * (4 + 1) * 2048 * 4 * 2048 / 1e9 if baseline == "hyper" else 0
     for preset, printed in (("1b_gqa", gqa), ("1b_mha", mha)):
         model, llama = (on_meta("lime", preset, router="none", baseline=kind)
@@ -2346,7 +2347,7 @@ def test_lime_routers_start_as_the_identity_plus_one_heads_worth_of_noise(router
     own = torch.ones(8, 1) if router == "no-head-mix" else torch.eye(8)
     noise, start = mixer.R.tensor_split([-own.size(1)], -1)
     assert (start == own).all()
-    variance = 1 / mixer.R.size(-1)                            # Appendix H
+    variance = 1 / mixer.R.size(-1)                            # Appendix H as we read it
     assert 0.9 < noise.abs().max() / (3 * variance) ** 0.5 <= 1
     assert noise.var().item() == approx(variance, rel=0.35)
     assert router != "dynamic" or (mixer.W == 0).all()
@@ -2740,7 +2741,7 @@ def test_ultramem_v1_reads_in_one_block_and_adds_after_a_later_one():
     assert_close(after - after_without, y, atol=1e-5, rtol=1e-5)
 
 
-def test_ultramem_layers_of_each_memory_are_the_papers():
+def test_ultramem_layers_of_each_memory_are_the_published_ones():
     layers = {memory: model_ultramem.Config(memory=memory).added_after
               for memory in ("ultramemv2", *model_ultramem.MEMORIES)}
     everywhere = {layer: layer for layer in range(20)}
@@ -3290,7 +3291,7 @@ openlm_410m    n_layer=22 ranks=264,94,16,0      385967104     25276416     6341
 -              vocab_size=4096 n_layer=7 n_embd=128 n_head=4    2363008    236544    5505024
 """))
 def test_hiermem_parameter_counts(preset, flags, anchor, fetched, bank):
-    """Of Tables 1 and 8, and of a run on a CPU."""
+    """Of Tables 1, 4 to 6 and 8, and of a run on a CPU."""
     fields = typed("hiermem", flags)
     counts = on_meta("hiermem", preset, **fields).param_counts()
     alone = on_meta("hiermem", preset, **fields | {"memory": "none"}).param_counts()

@@ -2,7 +2,7 @@
 
     python experiments/analysis.py NAME --runs=out/A,out/B
 
-LIMe (sections 5.3 and 5.5, Appendix D):
+LIMe (section 5.3, Appendix D):
     entropy         Renyi entropy of values and hidden states; --standardise=False as printed
     separability    of is, are, was, were, by a linear classifier
     blimp           grammatical or not? by a linear classifier, --blimp=FOLDER

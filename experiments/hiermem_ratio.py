@@ -3,7 +3,7 @@ The paper finds 1 for 10 of the anchor best.
 
 Anchors of 7, 6, 5 and 4 layers (gpu: 35, 32, 28, 24), frozen, that fetch what they are smaller by:
 1 number for 12.7, 8.0, 3.5 and 2.0 of the anchor on a CPU. The one of 7 layers has narrower FFNs.
-The bank is as large for all. The paper's anchors go to 24 of 410M parameters. It has no number for
+The bank is as large for all. The paper's anchors have 12 to 24 layers. It has no number for
 each point, and "flat" is an answer at a small size. "7 layers continued" is hiermem_table1.py's
 anchor after as many tokens as the others' two phases. The paper warns that the ratio may be another
 one where anchor and bank learn together: "co-trained" asks that at both ends. Rates and decay are

@@ -7,11 +7,11 @@ whose steps are facts of the question that follow from one another.
 
 gpu: from lime_routers' models, which run first, with the paper's rate, batch of 128 and 10 epochs
 over 18,000 samples in rows of 589 tokens. cpu: from scratch, a token a word, 100,000 graphs of 10
-nodes instead of 23, 16 in a batch (in batches of 64, or with heads 16 wide, a model learns the form
-of a chain but not to look facts up), also at three times the rate. The training samples are
-generated, not the published ones: the figures are not comparable, the order is.
-`--dataset=` takes a folder made with `experiments/tasks.py prosqa --val=prosqa_test.json.xz`, whose
-held-out questions are the published ones.
+nodes (published: 23), 16 in a batch (in batches of 64, or with heads 16 wide, a model learns the
+form of a chain but not to look facts up), also at three times the rate. The training samples are
+generated, not the published ones: the figures are not comparable, the order is. `--dataset=` takes
+a folder made with `experiments/tasks.py prosqa --val=prosqa_test.json.xz`, whose held-out questions
+are the published ones.
 """
 model = "lime"
 metric = "accuracy"

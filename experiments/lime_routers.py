@@ -1,7 +1,7 @@
 """LIMe, Appendix F (Tables 10 and 11): routers, rivals, and the three findings of Appendix A.
 
-The paper's numbers are the log of its perplexities at 150M parameters, from two tables whose
-LLaMAs differ by 0.0006 and LIMes by 0.0009. Its first-j there also reads the layer before. It
+The paper's numbers are losses, or the log of perplexities, at 150M parameters, from two tables
+whose LLaMAs differ by 0.0006 and LIMes by 0.0009. Its first-j there also reads the layer before. It
 prints no losses of DenseFormer and Hyper-Connections (the order claimed here is that of the mean
 accuracies in its Table 1), of its dynamic routers (here they are added to a static one), nor of its
 findings on the routers' start, rate and decay.

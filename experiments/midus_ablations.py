@@ -1,6 +1,6 @@
-"""MIDUS, Tables 3, 8, 9, 11 and 12 (Llama 3.2 1B): of the memories that a block may hold HML is
-better than linear and product keys and as good as UltraMem; a norm on its queries costs; slots,
-Top-k, placement and the other structures hardly matter.
+"""MIDUS, Tables 3, 8, 9, 11 and 12 (Llama 3.2 1B): by perplexity HML is better than linear and
+product keys and as good as UltraMem; a norm on its queries costs; slots, Top-k, placement and the
+other structures hardly matter.
 
 Starts from midus_table1.py's base, on its data, with its columns: `python train.py
 experiments/midus_table1.py --only=base`. Everything at two rates, beside HML at the same rate. The

@@ -5,18 +5,18 @@ The base has learned OpenStax's textbooks of mathematics and the sciences; every
 it and goes on with those of the humanities, society and business: new text of a kind that it knows
 in part, as FineWeb-Edu is to Llama. retention_loss is that of the old text, val_loss that of the
 new, both held out; unseen_loss is that of the Standard Ebooks, which nobody trains on. The paper's
-numbers are the log of WikiText's perplexities, nats a word. They stand beside the old text's loss,
-because Llama knows WikiText: untouched it has a perplexity of 11.58 (the model card of
+numbers are the log of WikiText's perplexities, of a word by that harness. They stand beside the old
+text's loss, because Llama knows WikiText: untouched it has a perplexity of 11.58 (the model card of
 d-matrix/Llama-3.2-1B, same harness; the paper does not print it), after every method it has more.
 So that column asks who forgets least. blimp, in place of the paper's seven zero-shot tasks, is the
 share of BLiMP's minimal pairs of which the grammatical sentence is likelier; its sampling error is
 0.006.
 
-All methods have one rate here, as in the paper: the lowest of midus_rates.py's four, at which they
-forget least, yet more a byte than the paper's do. At a higher one most learn more and forget more;
-the rows "at 0.002" are three of that file's, four times as long, and it says what "values 30x
-annealed" is. Avg-DeUS and LESA begin worse than the base. LESA's network has few steps to learn in
-at this width (model_midus.py's fill_lesa).
+All methods have one rate here, as we read the paper's E.2: the lowest of midus_rates.py's four, at
+which they forget least, yet more a byte than the paper's do. At a higher one most learn more and
+forget more; the rows "at 0.002" are three of that file's, four times as long, and it says what
+"values 30x annealed" is. Avg-DeUS and LESA begin worse than the base. LESA's network has few steps
+to learn in at this width (model_midus.py's fill_lesa).
 
 There is one base; the seeds are those of what comes after. "base on old" is what as many tokens of
 the old domain would still have given the base: if more than 0.01, it was not trained to its end.

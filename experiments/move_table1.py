@@ -1,6 +1,6 @@
 """MoVE, Tables 1 and 4 (D12): value embeddings lower the bits per byte, more slots of one shared
-bank lower them further, and so does a gate g_0 on the ordinary value. And section 5's question: is
-a bank worth a layer?
+bank lower them further, and so does MoVE's gate g_0 on the ordinary value (LaVE x1's does not in
+Table 4). And section 5's question: is a bank worth a layer?
 
 How fast a bank should learn depends on its slots. So each is tried at three parts of the rate that
 the recipe gives it, "bank 1/4" being a quarter; the one that stands first in RATES has three seeds

@@ -21,8 +21,8 @@ Training data is generated, by numbers that fit the published graphs; the held-o
 the published ones. No prompt is in both splits.
 
 Facts are invented and mixed into text: 16 domains with words of their own, in each as many things
-that the text mentions 1, 3, 10, 30 and 100 times ("The vorgath at Selmuri show that the nirith
-called Tobarek is made of wool."). Evaluations give recall_N, the share of the things mentioned N
+that the text mentions 1, 3, 10, 30 and 100 times ("The gormovel at Fanrorba show that the poselkith
+called Kafine is made of clay."). Evaluations give recall_N, the share of the things mentioned N
 times of which the model finds the right one among its domain's 8 materials likeliest, after a
 sentence form of the text; new_N, after a form that is not in it. Guessing gets 1/8. But what is
 mentioned often is a domain's commonest material: who knows no thing, only always says that one, has

@@ -148,8 +148,8 @@ def k_means(x, k, generator, sample=6400, steps=20, limit=1.5):
     """
     k centroids of x (N, c): k-means++ and then EM, every step on a fresh sample. A cluster with
     more than limit/k of the sample gives half of its points, drawn at random, to the smallest, once
-    a step (the paper does not say how often); the M-step is the plain mean. This keeps centroids in
-    use while they are fitted; texts go to the nearest one, so that leaves are not of equal size.
+    a step (again in it? the paper does not say); the M-step is the plain mean. This keeps centroids
+    in use while they are fitted; texts go to the nearest one, so that leaves are not of equal size.
     """
     points = draw(x, sample, generator)
     centroids = points[:1]

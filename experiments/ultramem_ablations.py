@@ -1,8 +1,8 @@
 """UltraMemV2's ablations (Figures 2 to 4, 6, 7, 9 to 13, Table 1), each at equal work.
 
-The paper's are in training loss at 430M/5B, Figure 6 at 500M/6B, Figures 10 to 13 at 500M/6.8B,
-Table 1 at 2.5B/60B and 120B; Figure 7's in validation loss. Many are thousandths, read off curves
-where no number is printed: "inside noise" is what to expect at a small size. V2 is
+The paper's are in training loss at 430M/5B, Figure 6 at 500M/6B, Figures 10 to 13 at 500M/6.8B;
+Table 1's (2.5B/60B and 120B) and Figure 7's in validation loss. Many are thousandths, read off
+curves where no number is printed: "inside noise" is what to expect at a small size. V2 is
 ultramem_table3.py's UltraMemV2, and its runs are that one's.
 """
 from experiments.ultramem_table3 import cpu as table3
@@ -57,8 +57,9 @@ variants = {
     "half the slots with 2m": (dict(top_k=64, **half), None),
     # Figure 13: values start at four times the rate, ahead early on; in the end all are equal.
     "value lr 4x": (dict(value_lr=4.0), None, 1),
-    # Figure 9: the balance loss helps where 1.0e-4 of the values are read and harms where 2.0e-4
-    # are: 0.93e-4 and 1.9e-4 here. V2 itself reads 7.5e-4 (gpu: 2.5e-4), where it should harm.
+    # Figure 9 (not 3.6): the balance loss helps where 1.0e-4 of the values are read and harms where
+    # 2.0e-4 are: 0.93e-4 and 1.9e-4 here. V2 itself reads 7.5e-4 (gpu: 2.5e-4), where it should
+    # harm.
     "fewest reads": (fewest, None),
     "fewest reads balanced": (dict(fewest, **balanced), None),
     "few reads": (few, None),

@@ -3,7 +3,7 @@
 
 A comparison of memories is one of tuned models, or it compares luck with rates. The name of a row
 has its learning rate, of all that Muon does not take (MoVE: of all, Muon's matrices too, as in its
-recipe). It is constant until it falls to zero over the last 40%. Rates are the papers' (LIMe's:
+recipe). It is constant until it falls to zero over the last 40%. Rates are the recipes' (LIMe's:
 1e-3) times 3, 9 and 27, then 81, 243 or 1 where the outermost was best; MoVE's a ninth, a third,
 one and three times nanochat's, with less weight decay also twice and four times that.
 
