@@ -551,8 +551,7 @@ gather_rows_op.register_autograd(gather_rows_backward, setup_context=gather_rows
 
 # A compiled backward cannot build a COO tensor: with sparse_grad=True an operation stays outside
 # the graph. A loop over layers that has such a break in it is not compiled itself, only the pieces
-# of its layers are, each by itself: a four-layer UltraMemV2 is 13 graphs, and a single one with
-# dense gradients.
+# of its layers are; with dense gradients an UltraMemV2 is a single graph.
 gather_sum_eager = torch.compiler.disable(gather_sum_op)
 gather_dot_eager = torch.compiler.disable(gather_dot_op)
 gather_rows_eager = torch.compiler.disable(gather_rows_op)
@@ -652,7 +651,7 @@ def staircase(k, n, device):
 
 
 def top_indices(s, k):
-    """s (Q, n) -> (Q, k): s.topk(k).indices, four times as fast on one thread of a CPU.
+    """s (Q, n) -> (Q, k): s.topk(k).indices, two or three times as fast on one thread of a CPU.
 
     A score and its index are sorted as one int64, the score in the upper half: NumPy's sort takes
     several of these at once and is at its best up to 256 a row. A longer row is cut into groups of
@@ -810,7 +809,7 @@ def cross_entropy_torch(z, targets, softcap, gradient):
     for part, target in zip(z.split(rows), targets.split(rows)):
         s = part.to(acc_dtype(z))    # fp32 logits themselves, of others a copy
         if softcap:
-            tanh = torch.sigmoid(s * (2 / softcap)).mul_(2).sub_(1)    # a sixth of tanh's time
+            tanh = torch.sigmoid(s * (2 / softcap)).mul_(2).sub_(1)    # a quarter of tanh's time
             torch.mul(tanh, softcap, out=s)
         p = s.softmax(1)
         log_sum = s.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()    # one exp in all
@@ -1334,8 +1333,8 @@ def keep_coalesced(parameter: Tensor):
 
 
 class LazyAdam(torch.optim.SparseAdam):
-    """torch's SparseAdam, same update and same state, in a third of its time: every touched row is
-    read and written once.
+    """torch's SparseAdam, same update, same state, on a CPU in a third of its time: every touched
+    row is read and written once.
 
     Lazy: rows without a gradient keep their values and moments, and the bias correction counts the
     steps of the whole table. On a GPU the update is one kernel; on a CPU the rows go in chunks of

@@ -33,7 +33,7 @@ a document's). Below the fold are the other kinds of memory.
 The tree is made and walked by experiments/topics.py; experiments/bank.py trains a bank in jobs and
 takes blocks out of it. The anchor alone, and then with memories (Table 1, A1 and A2; with
 --frozen=True A3; the paper's rates for them are at RECIPE). The last command reads the anchor's
-batches again; with --skip_steps=128, the anchor's, it reads on.
+batches again; with --skip_steps=N, the anchor's steps, it reads on.
 
     python prepare_fineweb.py --source=TEXTS --clusters=8,8 --out=data/topics
     python train.py --model=hiermem --dense=True --dataset=topics --out_dir=out/anchor

@@ -31,7 +31,7 @@ LESA, which duplicate blocks; linear, product-key and UltraMem memories; Table 1
     python train.py --model=midus --dense=True             # a base, in out/midus-d4-dense; grow it:
     python train.py --model=midus --upscale=midus --phase=cpt --init_from=out/midus-d4-dense
 
-(The second reads the base's batches again. With --skip_steps=128, the base's, it reads on.)
+(The second reads the base's batches again. With --skip_steps=N, the base's steps, it reads on.)
 """
 import math
 import re
@@ -387,7 +387,7 @@ def layout(config):
 def upscale(base, method="midus", **fields):
     """A deeper model from `base`, a Model with upscale="base": its weights, and new blocks that the
     method fills. fields: others of Config, such as inserted (D), placement, memory, phase. After
-    midus, llama_pro and opt_deus it computes what the base computes, bit for bit."""
+    midus, llama_pro and both opt_deus it computes what the base computes, bit for bit."""
     if base.config.upscale != "base":
         raise ValueError(f"upscale={method!r}: the model to start from is already deeper "
                          f"(upscale={base.config.upscale!r}); give its base")
@@ -835,8 +835,8 @@ def fill_lesa(new, blocks, places):
     [W_0|...|W_(L-1)] = U S [V_0|...|V_(L-1)], and an MLP learns row by row to make V_i from V_(i-1)
     and V_(i+1). Norms are block 0's; biases, of which LESA has none, the neighbours' mean.
 
-    Ten epochs, as published, are thousands of steps at a width of 2048; at 128 they are 60 to 330,
-    too few for the MLP to learn much."""
+    Ten epochs, as published, are thousands of steps at a width of 2048; in midus_table1.py's models
+    they are 60 to 330, too few for the MLP to learn much."""
     L = len(blocks)
     if L < 6:
         raise ValueError(f"upscale=lesa, n_layer={L}: LESA learns from triples of blocks and needs "

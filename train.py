@@ -86,10 +86,10 @@ max_iters = -1              # 128 | about 10 tokens per dense parameter, at most
 optimizer = ""              # muon | adamw; "": the first of the model's RECIPE
 muon_lr = 0.02              # of Linear layers but the head, if the model has no RECIPE for muon
 learning_rate = 1e-3        # at its highest; RECIPE
-min_lr = 0.0                # where the schedule ends
+min_lr = 0.0                # where the schedule ends; RECIPE
 schedule = "cosine"         # cosine | wsd (constant, then down linearly); RECIPE
 warmup = 0.02               # fraction of the run over which the rate rises; RECIPE
-warmdown = 0.4              # wsd: fraction of the run over which the rate falls
+warmdown = 0.4              # wsd: fraction of the run over which the rate falls; RECIPE
 weight_decay = 0.1          # RECIPE
 beta1 = 0.9                 # RECIPE
 beta2 = 0.95                # RECIPE
@@ -523,10 +523,10 @@ def must_be_finite(value, what):
 
 def begin_output():
     """An earlier run's files become previous-NAME, and what sample.py needs of the data, tokenizer
-    and tree of topics, is copied. All previous- files are of one run: of an earlier run that saved
-    no checkpoint the files are deleted, and those of the run before it stay. On resume the log is
-    cut at the checkpoint: what came after is done again. ckpt.pt is the last to move, so that a
-    kill on the way loses nothing."""
+    and tree of topics, is copied. All previous- files are of one run: where there are some, those
+    of a run that saved no checkpoint are deleted instead. On resume the log is cut at the
+    checkpoint: what came after is done again. ckpt.pt is the last to move, so that a kill on the
+    way loses nothing."""
     if resume:
         (out / "result.json").unlink(missing_ok=True)
         (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))

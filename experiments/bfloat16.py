@@ -2,7 +2,7 @@
 initial values: products in float32, and in bfloat16 under autocast, as train.py does where the
 machine multiplies bfloat16 faster.
 
-Each minus its float32 run at the end of 2M tokens; the picture has the curves side by side.
+Each minus its float32 run at the end; the picture has the curves side by side.
 """
 from pathlib import Path
 

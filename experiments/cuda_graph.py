@@ -7,7 +7,7 @@ a GPU waits for their launches.
 After three ordinary steps the pass is captured, and replayed from then on; clipping and optimizers
 stay as they are. What is captured must not depend on the data: so MoVE takes all tokens of the
 vocabulary for distinct, and a mixture of experts runs every expert on all tokens. The losses are
-train.py's, but for rounding in the mixture. Batches with context (hierarchical memories) or with
+train.py's; a mixture's differ by some 0.02. Batches with context (hierarchical memories) or with
 tokens that have no loss, row-sparse gradients, several processes and torch.compile are left to
 train.py, and so is all without a GPU. With many runs on one GPU a step's time means nothing: the
 result has none.

@@ -4,7 +4,7 @@
     python experiments/gpu_check.py sums searches     # these parts alone
     python experiments/gpu_check.py --tiny            # a rehearsal on a CPU: Triton's interpreter
 
-Every operation and its gradients against plain torch in fp64, rows beyond 2^31 numbers, one
+Most operations and their gradients against plain torch in fp64, rows beyond 2^31 numbers, one
 compiled graph, the optimizers of touched rows and of matrices, five models trained for some steps
 in bfloat16 and compiled; then kernel_speed.py's tables and step_time.py's for each model. A part
 that fails does not keep the next ones from running. The parts: sums, mixed_values, searches, head,

@@ -1,9 +1,9 @@
-"""Times every operation of kernels.py against the obvious torch way, on the device it runs on.
+"""Times most operations of kernels.py against the obvious torch way, on the device it runs on.
 
 python experiments/kernel_speed.py [--json_file=PATH]
 
-Three tables: the operations at the papers' sizes, a training step of one memory table, and the head
-with its loss. "of copy" is the bytes that must move, over the time, as a fraction of a measured
+Tables: the operations at the papers' sizes, a training step of one memory table, the head with its
+loss; then Muon. "of copy" is the bytes that must move, over the time, as a fraction of a measured
 copy's bandwidth. The two sides of every comparison take turns.
 """
 import concurrent.futures

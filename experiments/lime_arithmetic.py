@@ -16,7 +16,7 @@ prepare = dict(
     gpu="experiments/tasks.py arithmetic --operands=6 --max_value=199 --out=data/aet6_199")
 shape = dict(depth=4, n_embd=32, n_head=4, n_inner=128, block_size=62, batch_size=256,
              batch_tokens=256 * 62, eval_tokens=62000, sample_tokens=0,
-             schedule="wsd", warmdown=1.0)                      # after the warm-up, from 0.9 on
+             schedule="wsd", warmdown=1.0)                      # down from the warm-up on
 cpu = dict(shape, max_iters=1950, eval_interval=195, warmup=0.1)    # 10 epochs of 50,000 samples
 gpu = dict(shape, max_iters=39000, eval_interval=1950)          # 200 epochs
 variants = {

@@ -1,6 +1,6 @@
 """MIDUS, Table 1, SFT: HML is still ahead after supervised fine-tuning of all parameters.
 
-Starts from rows of midus_rates.py; one epoch over instructions with answers, a window each.
+Starts from rows of midus_rates.py; nearly an epoch of instructions with answers, a window each.
 val_loss is that of held-out answers alone, in nats a token; the paper's columns are others. The
 paper's rate is a tenth of its CPT's; here it is a quarter, for the run is short. HML's values keep
 their 30 times, and where they were annealed they are again.

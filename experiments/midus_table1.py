@@ -15,8 +15,8 @@ share of BLiMP's minimal pairs of which the grammatical sentence is likelier; it
 All methods have one rate here, as we read the paper's E.2: the lowest of midus_rates.py's four, at
 which they forget least, yet more a byte than the paper's do. At a higher one most learn more and
 forget more; the rows "at 0.002" are three of that file's, four times as long, and it says what
-"values 30x annealed" is. Avg-DeUS and LESA begin worse than the base. LESA's network has few steps
-to learn in at this width (model_midus.py's fill_lesa).
+"values 30x annealed" is. SOLAR, Avg-DeUS and LESA begin worse than the base. LESA's network has few
+steps to learn in at this width (model_midus.py's fill_lesa).
 
 There is one base; the seeds are those of what comes after. "base on old" is what as many tokens of
 the old domain would still have given the base: if more than 0.01, it was not trained to its end.

@@ -3,7 +3,7 @@
 
 A comparison of memories is one of tuned models, or it compares luck with rates. The name of a row
 has its learning rate, of all that Muon does not take (MoVE: of all, Muon's matrices too, as in its
-recipe). It is constant until it falls to zero over the last 40%. Rates are the recipes' (LIMe's:
+recipe). It is constant until it falls over the last 40%. Rates are the recipes' (LIMe's:
 1e-3) times 3, 9 and 27, then 81, 243 or 1 where the outermost was best; MoVE's a ninth, a third,
 one and three times nanochat's, with less weight decay also twice and four times that.
 
@@ -15,7 +15,8 @@ one and three times nanochat's, with less weight decay also twice and four times
 - "values x3": UltraMemV2's values begin at 3 times the rate and fall to it.
 - "published start": LIMe's K and V from the published code's variance.
 - "long warm-up": 36 steps instead of 5.
-- "continued", "grown", "post-hoc": start from the best of the first three baselines.
+- "continued", "grown", "post-hoc": start from the best of the first three baselines ("AdamW" and
+  "Muon" rows from that at 0.16).
 
 The "whole" rows (cpu_16M only) are as long as which_memory's, with the recipe's weight decay.
 """
