@@ -2240,7 +2240,7 @@ def test_lime_counts_its_routers_as_memory_and_one_row_of_an_embedding_as_active
 
 @parametrize("preset, gmacs", [("1b_gqa", 2.265), ("1b_mha", 36.24)])
 def test_lime_routing_costs_what_table_13_says(preset, gmacs):
-    """Its FLOPs are multiplications and additions at once."""
+    """Its FLOPs are multiply-adds."""
     lime, llama = (on_meta("lime", preset, router=router) for router in ("static", "none"))
     added = (lime.flops_per_token() - llama.flops_per_token()) / 6 * 2048          # of 2,048 tokens
     assert added / 1e9 == approx(gmacs, rel=5e-4)
