@@ -15,7 +15,7 @@ model = "move"
 metric = "val_bpb"
 baseline = "MLA"
 seeds = 3
-banks = {                       # the bank's rates, 4: a quarter, the row's first; the paper's D12; seeds
+banks = {                       # the bank's rates (4: a quarter), the row's first; paper; seeds
     "LaVE x1": ((4, 16), .8803, 3),
     "LaVE x2": ((4, 16), .8806, 1),
     "MoVE x1": ((4, 16), .8822, 3),
