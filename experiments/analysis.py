@@ -598,6 +598,7 @@ def part_losses(model, tok, folder, c):
 def heat_map(axes, grid, label, vmin=0, vmax=None, cmap="viridis", **names):
     image = axes.imshow(grid, cmap, vmin=vmin, vmax=vmax, aspect="auto", interpolation="nearest")
     axes.set(**names)
+    axes.locator_params(integer=True, min_n_ticks=1)
     axes.figure.colorbar(image, ax=axes, label=label)
 
 

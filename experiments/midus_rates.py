@@ -97,25 +97,36 @@ def price_table(rows):
 
 
 def finish(rows, scale):
-    """A line for each method, a point for each rate and the untouched base: means over seeds."""
+    """A line for each method, a point for each rate and the untouched base: means over seeds. On
+    the right, the left end."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    axes = figure.subplots()
-    for title in curves:
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    markers = dict(zip(("untouched", *map("{:g}".format, RATES)), "*os^D"))
+    starts = []
+    for n, title in enumerate(curves):
         points = []
         for name in names_of(title):
             found = rows[name].values()
             if found:
                 kept = mean(row["retention_loss"] for row in found)
                 new = mean(row["val_loss"] for row in found)
-                rate = name.rpartition(" ")[2]                  # or "untouched"
-                axes.annotate(rate, (kept, new), (4, 4), textcoords="offset points", fontsize=7)
+                marker = markers[name.rpartition(" ")[2]]
+                for axes in panels:
+                    axes.scatter(kept, new, marker=marker, color=f"C{n}")
                 points.append((kept, new))
         if len(points) > 1:
-            axes.plot(*zip(*points), "o-", markersize=4, label=title)
-    axes.legend()
-    axes.set(xlabel="loss of the old text", ylabel="loss of the new text",
-             title="down is learned, left is kept", xmargin=0.15)
+            starts.append(points[0][0])
+            for axes in panels:
+                axes.plot(*zip(*points), color=f"C{n}", label=title)
+    for rate, marker in markers.items():
+        panels[0].scatter([], [], marker=marker, color="grey", label=rate)
+    for axes in panels:
+        axes.set(xlabel="loss of the old text", ylabel="loss of the new text")
+    if starts:
+        panels[1].set_xlim(min(starts) - 0.02, min(starts) + 2 * max(PRICES))
+    panels[0].legend()
+    figure.suptitle("down is learned, left is kept")
     stem = Path(__file__).parent / "results" / f"midus_rates-{scale}-plane"
     figure.savefig(f"{stem}.png", dpi=120)
     stem.with_suffix(".md").write_text(price_table(rows), encoding="utf-8")

@@ -932,13 +932,18 @@ def draw_losses(log, file):
 
 
 def plot(exp, rows, file):
-    """Differences to the baseline: every seed, their mean with its 95% bar, and the paper's."""
+    """Differences to the baseline: every seed, their mean with its 95% bar, and the paper's. Without
+    any there is no picture."""
     from matplotlib.figure import Figure
     shown = {}
     for name, base in exp.baseline.items():
         d = differences(exp.metric, rows, name, base)
         if d and name != base:
             shown[name] = d
+    if not shown:
+        file.unlink(missing_ok=True)
+        return
+    meaning = "one-sided 95%"
     figure = Figure(figsize=(7, 1.5 + 0.4 * len(shown)), layout="constrained")
     axes = figure.subplots()
     for y, (name, d) in enumerate(shown.items()):
@@ -947,11 +952,12 @@ def plot(exp, rows, file):
         axes.errorbar(mean(d), y, xerr=bar, fmt="o", color="C0", capsize=4)
         for printed in paper(exp, name, exp.baseline[name]):
             axes.plot(printed, y + 0.25, "D", color="C1", markersize=5)
+            meaning = "one-sided 95%; diamonds: the paper's"
     axes.axvline(0, color="grey", linewidth=1)
-    axes.set(yticks=range(len(shown)), yticklabels=shown, ylim=(max(len(shown), 1) - 0.5, -0.5),
+    axes.set(yticks=range(len(shown)), yticklabels=shown, ylim=(len(shown) - 0.5, -0.5),
              title=file.stem)
     axes.locator_params(axis="x", nbins=6)
-    figure.supxlabel(f"{exp.metric} minus {exp.minus}: one-sided 95%; diamonds: the paper's",
+    figure.supxlabel(f"{exp.metric} minus {exp.minus}: {meaning}",
                      fontsize="medium")                         # wider than axes with long names
     figure.savefig(file, dpi=120)
 

@@ -282,6 +282,11 @@ def test_the_table_and_its_picture(finished, lab, monkeypatch):
     assert (lab / f"{RESULTS}.md").read_text() == text
     assert (lab / f"{RESULTS}.png").read_bytes().startswith(b"\x89PNG")
     assert len(runner.rows_of(finished, "cpu")["standard"]) == 3
+    whole = (lab / f"{RESULTS}.jsonl").read_text().splitlines()
+    alone = [line for line in whole if '"variant": "standard"' in line]
+    (lab / f"{RESULTS}.jsonl").write_text("\n".join(alone))
+    assert runner.main(finished, ["--table_only=True"]) == 0
+    assert not (lab / f"{RESULTS}.png").exists(), "there is nothing to compare"
     (lab / f"{RESULTS}.jsonl").write_text("")
     assert runner.rows_of(finished, "cpu") == {}
     with pytest.raises(ConfigError, match="no results in experiments/results/toy_table-cpu.jsonl"):
