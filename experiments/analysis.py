@@ -635,9 +635,10 @@ def draw_prompt(row, run, modes, label):
     lengths = [name for name in modes if name != "none"]
     losses = [modes[name]["loss"] for name in lengths]
     show(modes)
-    line, = row[0].plot(lengths, losses, "o-", label=run)
-    row[0].axhline(modes["none"]["loss"], color=line.get_color(), linestyle="--")
-    row[0].set(xlabel="tokens that choose the memories", ylabel=label)
+    line, = row[0].plot(lengths, losses, "o-", label=run if lengths else "_")      # _: unnamed
+    row[0].axhline(modes["none"]["loss"], color=line.get_color(), linestyle="--",
+                   label="_" if lengths else run)
+    row[0].set(xlabel="tokens that choose the memories (dashed: none)", ylabel=label)
     row[0].legend(fontsize=7)
 
 
