@@ -1865,7 +1865,9 @@ def test_meta_device_depth_dial_and_inspect(name):
     module = sample.load_module(name)
     for preset in module.PRESETS:
         assert on_meta(name, preset).param_counts()["total"] > 1e8
-    assert [module.Config.from_depth(d).n_embd for d in (1, 4, 12)] == [64, 256, 768]
+    dialled = [module.Config.from_depth(d) for d in (1, 4, 12)]
+    assert [(c.n_layer, c.n_embd) for c in dialled] == [(1, 64), (4, 256), (12, 768)]
+    assert name == "move" or [c.n_head for c in dialled] == [1, 4, 12]
     saved = vars(module.Config.from_depth(4))
     assert vars(module.Config(**saved)) == saved, "a checkpoint's fields build the same Config"
     for dense in (module.Config.from_depth(4, **module.DENSE),
@@ -2749,13 +2751,16 @@ def test_ultramem_layers_of_each_memory_are_the_published_ones():
     v1 = {2: 5, 6: 9, 10: 13, 14: 17}
     assert layers == {"ultramemv2": everywhere, "peer": everywhere, "moe": everywhere,
                       "ultramem": v1, "memory+": some, "pkm": some}
+    assert model_ultramem.Config(memory="ultramem", n_layer=1).added_after == {0: 0}
 
 
-def test_ultramem_balance_loss_changes_gradients_and_not_the_loss():
+@parametrize("heads", [1, 2])
+def test_ultramem_balance_loss_changes_gradients_and_not_the_loss(heads):
     idx = some_tokens()
     found = []
     for beta, training in ((0.0, True), (0.5, False), (0.5, True)):
-        model = make("ultramem", n_keys=12, top_k=4, balance_loss=beta).train(training)
+        model = make("ultramem", n_keys=12, top_k=4, heads=heads, balance_loss=beta)
+        model.train(training)
         r = model.blocks[1].memory.retrieve
         loss = model(idx, idx)[1]
         found.append((loss.item(), torch.autograd.grad(loss, r.keys)[0].tolist()))
@@ -2764,10 +2769,11 @@ def test_ultramem_balance_loss_changes_gradients_and_not_the_loss():
     assert plain[0] == used[0] and plain[1] != used[1]
     x = torch.randn(200, 32)
     q = r.q_norm(r.W_q(x).view(200, 2, 2, -1))
-    s = torch.einsum("psxd,sxnd,sx->spn", q, r.k_norm(r.keys[0]), torch.cat((r.u, r.v)))
-    picks = F.one_hot(s.topk(4).indices, 12).sum((1, 2)) / 800             # m_key = 4
-    balance = 12 * (picks * s.softmax(-1).mean(1)).sum()       # eqs. 18, 19, 20, of both sides
-    assert_close(r(x)[2], 0.5 * balance)
+    uv = torch.stack((r.u, r.v), 1)                            # (R, 2, r)
+    s = torch.einsum("psxd,rsxnd,rsx->srpn", q, r.k_norm(r.keys), uv)
+    picks = F.one_hot(s.topk(4).indices, 12).sum((2, 3)) / 800             # m_key = 4
+    balance = 12 * (picks * s.softmax(-1).mean(2)).sum(-1)     # eqs. 18, 19, 20
+    assert_close(r(x)[2], 0.5 * balance.mean(1).sum())         # over heads; rows and columns
 
 
 def test_ultramem_compiles_in_one_graph():
