@@ -1886,7 +1886,12 @@ def test_shared_tensors_start_equal_across_variants(name):
     fields = dict(randomize=False, seed=7)
     if "n_inner" in module.Config.__dataclass_fields__:        # else it may follow from the memory
         fields["n_inner"] = 64
-    ours = dict(make(name, **fields).named_parameters())
+    model = make(name, **fields)
+    ours = {n: p.clone() for n, p in model.named_parameters()}
+    torch.rand(9)                                              # numbers that others may draw
+    model.init_weights()
+    again = dict(model.named_parameters())
+    assert name not in OURS or all(torch.equal(p, again[n]) for n, p in ours.items())
     theirs = dict(make(name, **fields, **module.DENSE).named_parameters())
     assert theirs.keys() < ours.keys()
     assert all(torch.equal(p, ours[n]) for n, p in theirs.items())

@@ -932,8 +932,8 @@ def draw_losses(log, file):
 
 
 def plot(exp, rows, file):
-    """Differences to the baseline: every seed, their mean with its 95% bar, and the paper's. Without
-    any there is no picture."""
+    """Differences to the baseline: every seed, their mean with its 95% bar, and the paper's. No
+    picture without any."""
     from matplotlib.figure import Figure
     shown = {}
     for name, base in exp.baseline.items():
