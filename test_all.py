@@ -1866,8 +1866,10 @@ def test_meta_device_depth_dial_and_inspect(name):
     for preset in module.PRESETS:
         assert on_meta(name, preset).param_counts()["total"] > 1e8
     dialled = [module.Config.from_depth(d) for d in (1, 4, 12)]
-    assert [(c.n_layer, c.n_embd) for c in dialled] == [(1, 64), (4, 256), (12, 768)]
-    assert name == "move" or [c.n_head for c in dialled] == [1, 4, 12]
+    assert [c.n_embd for c in dialled] == [64, 256, 768]
+    if name in OURS:                                           # a reader's may have no layers
+        assert [c.n_layer for c in dialled] == [1, 4, 12]
+        assert name == "move" or [c.n_head for c in dialled] == [1, 4, 12]
     saved = vars(module.Config.from_depth(4))
     assert vars(module.Config(**saved)) == saved, "a checkpoint's fields build the same Config"
     for dense in (module.Config.from_depth(4, **module.DENSE),
