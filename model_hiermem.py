@@ -29,7 +29,8 @@ s_l = 3 r_l d n_layer:
 Every level also has a *generic* block, for any text, not counted in |W|: a training sequence takes
 those of all levels with probability 1/(k_1 + 1), else the blocks of its path (section 4 says
 so of co-training; here frozen anchors, too). A leaf is a window's, as in Appendix C (A.2 speaks of
-a document's). Below the fold are the other kinds of memory.
+a document's), found from all of it: validation, too, is told the topic, which is worth
+log(leaves) nats a window at most. Below the fold are the other kinds of memory.
 The tree is made and walked by experiments/topics.py; experiments/bank.py trains a bank in jobs and
 takes blocks out of it. The anchor alone, and then with memories (Table 1, A1 and A2; with
 --frozen=True A3; the paper's rates for them are at RECIPE). The last command reads the anchor's
@@ -789,6 +790,7 @@ def start(path, ckpt, fields):
     have = ckpt["model_config"]
     free = {"frozen", "generic", "memory_lr", "block_size", "sparse_memory", "bank_device"}
     if have["memory"] == "none":
+        have = {**have, "retriever": ""}                       # new blocks are the data's tree's
         free |= {"memory", "clusters", "ranks", "memory_layers", "retriever"}
     changed = {}
     for name, value in fields.items():

@@ -28,7 +28,7 @@ phase="cpt" only the inserted blocks train (with upscale=solar or base everythin
 or "" everything. Below the fold is what to compare with: SOLAR, Llama Pro, Avg-DeUS, OpT-DeUS and
 LESA, which duplicate blocks; linear, product-key and UltraMem memories; Table 11's structures.
 
-    python train.py --model=midus --dense=True             # a base, in out/midus-d4-dense; grow it:
+    python train.py --model=midus --depth=4 --dense=True   # a base, in out/midus-d4-dense; grow it:
     python train.py --model=midus --upscale=midus --phase=cpt --init_from=out/midus-d4-dense
 
 (The second reads the base's batches again. With --skip_steps=N, the base's steps, it reads on.)
@@ -391,7 +391,8 @@ def upscale(base, method="midus", **fields):
     if base.config.upscale != "base":
         raise ValueError(f"upscale={method!r}: the model to start from is already deeper "
                          f"(upscale={base.config.upscale!r}); give its base")
-    config = Config(**{**vars(base.config), "upscale": method, "inserted": -1, **fields})
+    grown = dict(upscale=method, inserted=-1, phase="")        # a base's own phase ends with it
+    config = Config(**{**vars(base.config), **grown, **fields})
     model = Model(config).to(base.embed.weight)                # its device and dtype
     model.init_weights()
     model.load_state_dict({**model.state_dict(), **base.state_dict()})
@@ -781,7 +782,7 @@ def fill_llama_pro(new, blocks, places):
 
 
 def place_gaps(L, D):
-    """One block in each of the last D gaps (LESA: ours); in the final stack the top-heavy list."""
+    """One block in each of the last D gaps (LESA's code); in the final stack the top-heavy list."""
     if D >= L:
         raise ValueError(f"n_layer={L}, inserted={D}: a block in each of the last gaps between "
                          "blocks needs inserted < n_layer")

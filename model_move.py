@@ -100,10 +100,7 @@ class Config:
                    "choose 1 or 2 for memory=lave")
         self.check(self.memory_lr > 0, "memory_lr", "must be positive")
         self.check(self.gate_v in (-1, 0, 1), "gate_v", "choose 0, 1 or -1 (automatic)")
-        if self.memory == "none":
-            self.gate_v = 0
-            self.sparse_memory = False
-        elif self.gate_v == -1:
+        if self.gate_v == -1:
             self.gate_v = int(self.memory == "move")
 
     @classmethod
@@ -443,7 +440,8 @@ class Model(nn.Module):
     @torch.no_grad()
     def inspect(self, idx):
         """Gates (eq. 3) for one text idx (1, T): {"gates": (tensor (layers, T, H_kv, gates), names
-        of its axes)}; the first gate is g_0 where V is gated."""
+        of its axes)}; the first gate is g_0 where V is gated. Layers without a memory are left
+        out (LaVE x1)."""
         memories = [m for m in self.modules() if isinstance(m, MoVE)]    # LaVE is one, too
         if not memories:
             return {}
@@ -457,7 +455,8 @@ class Model(nn.Module):
         self(idx)
         for hook in hooks:
             hook.remove()
-        return {"gates": (torch.stack(gates), ("layer", "token", "head", "slot"))}
+        layer = "layer" if len(gates) == self.config.n_layer else "layer with a table"
+        return {"gates": (torch.stack(gates), (layer, "token", "head", "slot"))}
 
 
 # ================================================================ below the fold

@@ -63,10 +63,10 @@ class Config:
     rope_base: float = 10000.0    # of the rotary embedding
     memory: str = "ultramemv2"    # none | moe | pkm | memory+ | peer | ultramem | ultramemv2
     memory_layers: str = ""       # 4,8 | all | 2:5/6:9 (reads in 2, adds after 5); "": by memory
-    n_keys: int = -1              # n: n^2 slots; -1: the size of 56 experts (MoE: n experts)
+    n_keys: int = -1              # n: n^2 slots; -1: the size of 56 experts (MoE: n experts, 8 m)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L in all layers together (MoE: 8)
-    key_dim: int = -1             # D_k; -1: d/4 (Table 10), with rank_queries=0 d/2 (UltraMem d/4)
+    key_dim: int = -1             # D_k; -1: d/4 (Table 10; UltraMem), older and rank_queries=0 d/2
     value_dim: int = -1           # D_v; -1: 3d/16, 3 D_p (UltraMem d/2, older d, MoE an expert's)
     pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain values (-1 of older memories)
     rank_queries: int = -1        # 1: a query per Tucker rank; 0: one for all; -1: 1 (UltraMem 0)
@@ -197,7 +197,7 @@ PRESETS = {
     "olmoe_1b_7b": dict(n_layer=16, n_embd=2048, n_head=16, tied=False, memory="moe",
                         n_inner=8 * 1024),
 }
-DENSE = dict(memory="none")
+DENSE = dict(memory="none")       # a preset keeps its narrow FFN: --n_inner=3072 is its 4d
 RECIPE = {                        # of the published code
     "adamw": dict(learning_rate=4e-4, min_lr=4e-5, weight_decay=0.1, beta1=0.9, beta2=0.95,
                   grad_clip=1.0, schedule="cosine"),
@@ -725,7 +725,7 @@ def first_table(config, i):
         return i                                               # own first; Table 7's one earlier
     if kind == "block":
         return i // g * g
-    return min(max(i - (g + 1) // 2 + 1, 0), layers - g)       # noring
+    return min(max(i - (g - 1) // 2, 0), layers - g)           # noring: (g-1)/2 before its own
 
 
 # ---------------------------------------------------------------- the predecessors
@@ -743,8 +743,8 @@ class UltraMem(UltraMemV2):
     def defaults(c):
         d, L = c.n_embd, c.n_layer
         skip = max(1, 3 * L // 20)                             # 20 layers: 2:5/6:9/10:13/14:17
-        reads = range(L // 10, L - skip, max(1, L // 5))
-        layers = "/".join(f"{a}:{a + skip}" for a in reads[:4])
+        reads = sorted({L * i // 10 for i in (1, 3, 5, 7)})
+        layers = "/".join(f"{a}:{a + skip}" for a in reads if a + skip < L)
         c.fill(virtual=4)
         return dict(memory_layers=layers or "0", heads=2, key_dim=d // 4, value_dim=d // 2,
                     pre_value_dim=0, rank_queries=0, projectors=c.virtual)
@@ -943,7 +943,7 @@ class MoE(nn.Module):
     def defaults(c):
         c.fill(n_inner=4 * c.n_embd, top_k=8)
         width = c.n_inner // c.top_k                           # value_dim: what a visit reads
-        return dict(memory_layers="all", n_keys=64, value_dim=3 * c.n_embd * width,
+        return dict(memory_layers="all", n_keys=8 * c.top_k, value_dim=3 * c.n_embd * width,
                     pre_value_dim=0)
 
     @staticmethod

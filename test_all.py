@@ -2715,6 +2715,8 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
     for memory, count in counts.items():
         assert count["active"] == approx(want["active"], rel=0.015), memory
         assert memory == "none" or count["total"] == approx(want["total"], rel=0.01), memory
+    moe = [model_ultramem.Config(memory="moe", n_layer=4, top_k=m) for m in (2, 8)]
+    assert [c.n_keys * c.value_dim for c in moe] == [64 * moe[1].value_dim] * 2
 
 
 @parametrize("share, first", [
@@ -2763,7 +2765,10 @@ def test_ultramem_layers_of_each_memory_are_the_published_ones():
     v1 = {2: 5, 6: 9, 10: 13, 14: 17}
     assert layers == {"ultramemv2": everywhere, "peer": everywhere, "moe": everywhere,
                       "ultramem": v1, "memory+": some, "pkm": some}
-    assert model_ultramem.Config(memory="ultramem", n_layer=1).added_after == {0: 0}
+    v1 = {1: {0: 0}, 8: {0: 1, 2: 3, 4: 5, 5: 6}, 24: {2: 5, 7: 10, 12: 15, 16: 19}}
+    for depth, spread in v1.items():
+        config = model_ultramem.Config(memory="ultramem", n_layer=depth)
+        assert config.added_after == spread, "as in 20 layers"
 
 
 @parametrize("heads", [1, 2])
@@ -3191,6 +3196,7 @@ def midus_start(model, **fields):
 
 def test_midus_start_grows_a_base_once():
     base = midus_base()
+    assert midus_start(midus_base(phase="cpt"), upscale="midus")["phase"] == ""
     grown = midus_start(base, upscale="midus", phase="cpt", n_keys=3, block_size=8, n_layer=-1)
     wanted = vars(base.config) | dict(upscale="midus", n_keys=3, block_size=8, inserted=3)
     assert grown == wanted | dict(phase="cpt")
@@ -3659,6 +3665,14 @@ def test_hiermem_a_start_keeps_the_anchor():
     ckpt = {"model_config": vars(model_hiermem.Config(**SIZE, memory="none")), "model": {}}
     with pytest.raises(ValueError, match="n_layer=7: anchor has n_layer=3"):
         model_hiermem.start("anchor", ckpt, {"n_layer": 7})
+
+
+def test_hiermem_new_blocks_do_not_take_over_the_tree_of_the_anchors_text():
+    have = vars(model_hiermem.Config(**SIZE, memory="none", retriever="a"))
+    for fields, tree in ((dict(), ""), (dict(retriever="b"), "b")):
+        started = model_hiermem.start("anchor", {"model_config": have, "model": {}},
+                                      dict(memory="ffn", **fields))
+        assert started["model_config"]["retriever"] == tree
 
 
 @parametrize("name, flags, message", rows("""

@@ -244,7 +244,8 @@ elif init_from == "scratch":
 else:
     if preset or given.get("depth", -1) != -1:
         dial = make_config(module, preset, depth, {})
-        fields = {"n_layer": dial.n_layer, "n_embd": dial.n_embd, **fields}
+        shape = {"n_layer": dial.n_layer, "n_embd": dial.n_embd}
+        fields = {**shape, **module.PRESETS.get(preset, {}), **fields}
     with reading(init_from, "cannot be used here"):
         ckpt = load_start(init_from, module, fields, folder)
         model_config = module.Config(**ckpt["model_config"])

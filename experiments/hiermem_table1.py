@@ -9,12 +9,11 @@ the same size at run time (a wider FFN). The memories are the defaults, 64,24 ov
 memories than the fetched ones: the generic one, none, a wrong one, the one that the first 32
 tokens ask for.
 
-On a CPU the rates of A1, A2 and A3 are the best of hiermem_rates.py; A4 and "wider" still have the
-recipe's. Those two have one schedule over all the tokens, A2 and "A1 continued" two. "3 layers" is
-for `analysis.py rag`: with twice the tokens, its text and a retrieved one, it does A2's work. A row
-with a bank is told which of 64 leaves a sequence has, by its whole window. Being told is worth
-log(64) / 256 = 0.016 nats a token at most: a mixture over all leaves, told nothing, would lose no
-more.
+On a CPU the rates are the best of hiermem_rates.py; "wider" has its anchor's. "Wider" and A4 have
+one schedule over all the tokens, A2 and "A1 continued" two. "3 layers" is for `analysis.py rag`:
+with twice the tokens, its text and a retrieved one, it does A2's work. A row with a bank is told
+which of 64 leaves a sequence has, by its whole window. Being told is worth log(64) / 256 = 0.016
+nats a token at most: a mixture over all leaves, told nothing, would lose no more.
 """
 from math import log
 
@@ -38,9 +37,9 @@ later = dict(init_from="@A1 anchor", weight_decay=1e-3,                 # A.2
 memories = dict(later, memory="ffn")
 frozen = dict(memories, frozen=True, cpu=dict(skip_steps=2000, learning_rate=1e-2))
 co_trained = dict(memories, cpu=dict(later["cpu"], memory_lr=2.0))      # the bank's: 1e-2
-from_scratch = dict(weight_decay=0.1, cpu=dict(max_iters=4000),
+from_scratch = dict(weight_decay=0.1, cpu=dict(max_iters=4000, learning_rate=1e-2, memory_lr=0.5),
                     gpu=dict(max_iters=2000, learning_rate=1e-3, min_lr=1e-5))
-wider = dict(dense=True, cpu=dict(n_inner=600, max_iters=4000),
+wider = dict(dense=True, cpu=dict(n_inner=600, max_iters=4000, learning_rate=1e-2),
              gpu=dict(n_inner=2368, max_iters=2000))
 small = dict(dense=True, cpu=dict(depth=3, max_iters=4000, learning_rate=1e-2), gpu=None)
 variants = {

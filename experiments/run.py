@@ -10,6 +10,7 @@ shows an experiment file and how to read a table.
 """
 import ast
 import ctypes
+import functools
 import hashlib
 import json
 import os
@@ -131,9 +132,16 @@ def add_line(file, row):
 def source_hash(model, folder=""):
     """8 hex digits over the code of model, kernels and trainer in a folder ("": here), the same by
     any Python; comments and docstrings do not count."""
-    code = []
+    texts = []
     for file in (f"model_{model}.py", "kernels.py", "train.py"):
-        text = (Path(folder or ROOT) / file).read_text(encoding="utf-8")
+        texts.append((file, (Path(folder or ROOT) / file).read_text(encoding="utf-8")))
+    return hash_of(tuple(texts))
+
+
+@functools.cache                                                # a table asks once a row
+def hash_of(texts):
+    code = []
+    for file, text in texts:
         tree = ast.parse(text, file)                            # which an error names
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
@@ -489,7 +497,8 @@ def wrong_base(run):
     base = ROOT / run.needs
     if not (base / "ckpt.pt").exists() or not (base / "result.json").exists():
         return ("is not finished: its ckpt.pt and result.json are not both there; remove that "
-                "folder and make it again")
+                "folder and make it again (its row in results/ counts as made: move that .jsonl "
+                "away meanwhile)")
     memo = base / "flags.txt"
     if not memo.exists():
         return ""

@@ -69,7 +69,8 @@ downwards.
 1. Fork, install, run `python train.py --model=move`: that makes the CPU track's text.
 2. Try an entry, flags of train.py:
    `python experiments/speedrun.py --seeds=1 --batch_tokens=4096 --max_iters=280`.
-3. Change one thing: a key (`--batch_tokens=`), or a copy's code (`cp model_move.py model_mine.py`).
+3. Change one thing: a key (`--batch_tokens=`), or the code of a copy: `cp model_move.py
+   model_mine.py`, then `--model=mine`.
 4. Find the smallest `--max_iters=` that *ends* below the mark: only whole schedules count.
 5. All may change but the text, how it is evaluated, and the keys below that are "for all".
 6. `python test_all.py -k mine` must pass: a model that looks ahead sets no record.
@@ -125,8 +126,9 @@ def plan(opt, flags, data_id):
 
 def run_in_order(runs, metric):
     for run in runs:
-        if not run.result():                                    # from the start
-            (ROOT / run.folder / "ckpt.pt").unlink(missing_ok=True)
+        if not run.result():                                    # from the start, clocks and all
+            for name in ("ckpt.pt", "flags.txt"):
+                (ROOT / run.folder / name).unlink(missing_ok=True)
         failed = runner.run_all([run], runner.Options(), metric, lambda: None, set())
         need(not failed, f"the run failed: its last lines are above, all in {run.folder}/train.log")
 

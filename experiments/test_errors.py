@@ -381,6 +381,7 @@ data/val_000000.bin = b""  -  is not a token shard
 run/ckpt.pt: c["data"]["vocab_size"] = 9  -  data has another tokenizer than run
 -  --init_from=bank  bank is a checkpoint of another model
 -  --preset=d12  has n_layer=1
+-  --preset=d12_mla --n_layer=1 --n_embd=64 --n_head=1  has attention=mha
 run/ckpt.pt: c["model_config"]["new_knob"] = 1  -  new_knob
 run/ckpt.pt: c["model"].pop("embed.weight")  -  Missing key(s) in state_dict: "embed.weight"
 run/ckpt.pt: c["model"]["extra"] = torch.ones(1)  -  Unexpected key(s) in state_dict: "extra"
