@@ -397,7 +397,7 @@ MUTANTS = [
      'if min(row["values"]) > track.mark:', "no_row"),
     ("experiments/speedrun.py", '(row["track"], row["data_id"])]',
      '(row["track"], old["data_id"])]', "compared_on_one_text"),
-    ("experiments/speedrun.py", '(ROOT / run.folder / "ckpt.pt").unlink(missing_ok=True)',
+    ("experiments/speedrun.py", '(ROOT / run.folder / name).unlink(missing_ok=True)',
      "pass", "begins_anew"),
     ("experiments/speedrun.py", 'as_flags({**track.fixed, "seed": seed})',
      'as_flags({**track.fixed, "seed": 0})', "by_turns"),
