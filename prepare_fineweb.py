@@ -599,7 +599,8 @@ class TokenShards:
         need(own == block_size, f"block_size={block_size}: a document of {folder} is a window of "
                                 f"block_size={own}")
         paths = sorted(Path(folder).glob("*.bin"))
-        self.paths = [path for path in paths if ("val" in path.name) == (split == "val")]
+        named = [path for path in paths if split in path.name]
+        self.paths = [path for path in named if split == "val" or "val" not in path.name]
         need(self.paths, f"{folder} has no {split} shards, *{split}*.bin")
         self.shards = [_open_shard(path) for path in self.paths]
         self.n_tokens = sum(len(shard) for shard in self.shards)

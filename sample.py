@@ -93,7 +93,7 @@ def load_module(name):
     try:
         module = importlib.import_module(f"model_{name}")
     except ModuleNotFoundError as error:
-        if error.name != f"model_{name}".partition(".")[0]:
+        if not f"model_{name}".startswith(str(error.name)):    # it is there, what it imports not
             raise
         found = sorted(path.stem[6:] for path in Path(__file__).parent.glob("model_*.py"))
         message = f"model={name}: there is no model_{name}.py here; there are {', '.join(found)}"

@@ -439,6 +439,7 @@ def test_a_speedruns_shards_work_without_meta_json(tmp_path, monkeypatch):
     save_shard(tmp_path / "fineweb_train_000002.bin", range(100))
     save_shard(tmp_path / "fineweb_val_000000.bin", range(30))
     save_shard(tmp_path / "fineweb_train_val_000000.bin", range(3))     # held-out all the same
+    save_shard(tmp_path / "held_test_000000.bin", range(40))            # neither
     meta = load_meta(tmp_path)
     first_id = meta.pop("data_id")
     assert meta == dict(tokenizer="gpt2", vocab_size=50257, eot=50256)
@@ -3960,6 +3961,18 @@ def test_a_second_ctrl_c_stops_at_once(tiny, monkeypatch):
     run["interrupted"](signal.SIGINT, None)
     with pytest.raises(KeyboardInterrupt):
         run["interrupted"](signal.SIGTERM, None)
+
+
+def test_when_a_pipes_reader_leaves_the_run_is_saved(tiny, tmp_path, monkeypatch):
+    class Left(io.StringIO):                                   # as `| head`
+        def write(self, text):
+            if " 3/6 loss" in text:
+                raise BrokenPipeError
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", Left())
+    tiny("--max_iters=6 --log_interval=1", expect="--init_from=resume")
+    assert load_ckpt(tmp_path)["step"] == 3
 
 
 def start_train(*flags, launcher=(), preexec_fn=None, **more):

@@ -177,6 +177,8 @@ master = rank == 0
 need(world == 1 or ":" not in device, f"device={device}: torchrun gives each process its own; "
      "leave the number out")
 if world > 1 and device in ("", "cuda") and torch.cuda.is_available():
+    need(local_rank < torch.cuda.device_count(),
+         f"there are {torch.cuda.device_count()} GPUs: give torchrun as many --nproc_per_node")
     torch.cuda.set_device(local_rank)              # first, or all would open the same GPU
 keep_freed_memory()                                # before torch allocates anything
 device = pick_device(device)
@@ -296,9 +298,15 @@ if eval_interval == -1:
 config = {key: globals()[key] for key in defaults}
 
 
+stop = []                                          # the signals that came
+
+
 def show(text):
     if master:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:                    # a pipe's reader left, `| head`: as by Ctrl-C
+            stop.append(signal.SIGPIPE)
 
 
 show(f"{model_config}")
@@ -581,7 +589,6 @@ def peak_memory():
 
 # ---------------------------------------------------------------- the run
 step_times = []
-stop = []                                          # the signals that came
 
 
 def interrupted(number, frame):
