@@ -118,7 +118,7 @@ MUTANTS = [
      "round_trip"),
     ("prepare_fineweb.py", 'known == (meta["vocab_size"], meta["eot"])',
      'known[0] == meta["vocab_size"]', "mistake and eot"),
-    ("prepare_fineweb.py", 'if ("val" in path.name) == (split == "val")]', "if split in path.name]",
+    ("prepare_fineweb.py", 'named if split == "val" or "val" not in path.name]', "named]",
      "speedruns"),
     ("prepare_fineweb.py", "len(range(0, len(shard) - block_size, self.stride))",
      "len(range(0, len(shard) - block_size - 1, self.stride))",
