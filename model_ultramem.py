@@ -197,7 +197,7 @@ PRESETS = {
     "olmoe_1b_7b": dict(n_layer=16, n_embd=2048, n_head=16, tied=False, memory="moe",
                         n_inner=8 * 1024),
 }
-DENSE = dict(memory="none")       # a preset keeps its narrow FFN: --n_inner=3072 is its 4d
+DENSE = dict(memory="none")       # beside a preset, whose FFN is narrow, give --n_inner=4d, too
 RECIPE = {                        # of the published code
     "adamw": dict(learning_rate=4e-4, min_lr=4e-5, weight_decay=0.1, beta1=0.9, beta2=0.95,
                   grad_clip=1.0, schedule="cosine"),
