@@ -93,7 +93,8 @@ def load_module(name):
     try:
         module = importlib.import_module(f"model_{name}")
     except ModuleNotFoundError as error:
-        if not f"model_{name}".startswith(str(error.name)):    # it is there, what it imports not
+        whole = f"model_{name}"
+        if error.name not in (whole, whole.partition(".")[0]):     # what it imports is not there
             raise
         found = sorted(path.stem[6:] for path in Path(__file__).parent.glob("model_*.py"))
         message = f"model={name}: there is no model_{name}.py here; there are {', '.join(found)}"

@@ -150,6 +150,7 @@ CASES = r"""
     --log_interval=1 --sample_tokens=0 --dtype=float32 --dataset=data --out_dir=new --max_iters=1
 -  --model=mova  model=mova: there is no model_mova.py here; there are
 -  --model=../x  model=../x: there is no
+-  --model=move.py  model=move.py: there is no
 -  --model=  there is no model_.py
 -  --model=..  model=..: there is no
 -  --model=broken  invalid syntax (model_broken.py, line 1)
