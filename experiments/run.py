@@ -497,8 +497,8 @@ def wrong_base(run):
     base = ROOT / run.needs
     if not (base / "ckpt.pt").exists() or not (base / "result.json").exists():
         return ("is not finished: its ckpt.pt and result.json are not both there; remove that "
-                "folder and make it again (its row in results/ counts as made: move that .jsonl "
-                "away meanwhile)")
+                "folder and make it again (if results/ has its row, move that .jsonl away "
+                "meanwhile)")
     memo = base / "flags.txt"
     if not memo.exists():
         return ""
