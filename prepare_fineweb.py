@@ -137,7 +137,7 @@ EXPECTED = (     # what goes wrong on sound code
 )
 EXPECTED_OF_TORCH = (     # which need not be imported
     "OutOfMemoryError", "allocate memory", "PytorchStreamReader", "PytorchStreamWriter",
-    "Storage size calculation overflowed",
+    "Storage size calculation overflowed", "InvalidCxxCompiler", "Failed to find C compiler",
 )
 WHAT_TO_DO = {
     "ModuleNotFoundError": "pip install -r requirements.txt",
@@ -145,6 +145,7 @@ WHAT_TO_DO = {
     "FileExistsError": "choose another name",
     "MemoryError": "not enough memory: choose a smaller model or batch",
     "OutOfMemoryError": "choose a smaller batch_size",
+    "InductorError": "install one, g++ or clang, or give --compile=0",
     "BrokenProcessPool": "if memory was short, give fewer --workers=",
     errno.ENOSPC: "make room on that disk, or choose another",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another disk",
@@ -307,7 +308,7 @@ def _is_setting(key, value):
 def parse_value(text, kind):
     """The text of an option as a kind of its own. Raises ValueError or KeyError."""
     if kind is str:
-        return text
+        return os.path.expanduser(text)     # the shell leaves --out_dir=~/runs as it is
     if kind is bool:
         return TRUTH[text.lower()]
     if kind is int and text.lower() in TRUTH:    # an int that may be automatic, no or yes: compile

@@ -157,6 +157,12 @@ def test_configure_types_a_value_after_its_default(argument, value):
     assert repr(found) == f"({value}, ['config.py'])"
 
 
+def test_the_home_folder_is_found_in_a_value(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert configure(["--dataset=~/books"], NAMESPACE)[0] == {"dataset": "/home/me/books"}
+    assert configure(["--dataset=a~/books"], NAMESPACE)[0] == {"dataset": "a~/books"}
+
+
 @parametrize("argument", ["--_private=2", "--module=2"])
 def test_configure_takes_neither_private_names_nor_modules(argument):
     with pytest.raises(ConfigError, match="unknown option"):
@@ -468,6 +474,8 @@ GUARDED = [
     ("bytearray(1 << 60)", 1, "not enough memory: choose a smaller model or batch"),
     ("class OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('GPU')", 1, "batch_size"),
     ("raise RuntimeError('PytorchStreamReader failed')", 1, "tool.py: PytorchStreamReader failed"),
+    ("class InductorError(RuntimeError): pass\nraise InductorError('InvalidCxxCompiler: none')", 1,
+     "tool.py: InvalidCxxCompiler: none; install one, g++ or clang, or give --compile=0"),
     ("raise pf.zlib.error('cut')", 1, "tool.py: cut"),
     ("with pf.naming('disk/ckpt.pt'): raise OSError(28, 'No space left on device')", 1,
      "tool.py: disk/ckpt.pt: No space left on device; make room on that disk, or choose another"),
