@@ -725,8 +725,8 @@ class UltraMemMemory(PKMMemory):
     """UltraMem: implicit value expansion. 4 n*n virtual slots share n*n rows of width d/4; the
     slot's number says which of four matrices takes its row to width d. The paper prints only +1.29B
     at 8B, which these shapes give; both sizes, the number of sub-keys, softmax as in the other
-    memories, one core, no norms, no shuffle (a quarter of the rows has a matrix) and no auxiliary
-    loss are our choice."""
+    memories, one core, no norms, no shuffle (each quarter of the row keys has its matrix) and no
+    auxiliary loss are our choice."""
 
     def __init__(self, config):
         super().__init__(config)

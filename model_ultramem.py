@@ -66,7 +66,7 @@ class Config:
     n_keys: int = -1              # n: n^2 slots; -1: the size of 56 experts (MoE: n experts, 8 m)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L in all layers together (MoE: 8)
-    key_dim: int = -1             # D_k; -1: d/4 (Table 10; UltraMem), older and rank_queries=0 d/2
+    key_dim: int = -1             # D_k; -1: d/4 (Table 10); d/2 of PKM to PEER, rank_queries=0
     value_dim: int = -1           # D_v; -1: 3d/16, 3 D_p (UltraMem d/2, older d, MoE an expert's)
     pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain values (-1 of older memories)
     rank_queries: int = -1        # 1: a query per Tucker rank; 0: one for all; -1: 1 (UltraMem 0)
@@ -308,11 +308,11 @@ def own_generator(name, p):
 class Retrieval(nn.Module):
     """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8).
     The h^2 heads of eq. 11 are E = h^2 `virtual` blocks of slots with one C for all, as in the
-    published code; the paper does not say which h it trained, here it is 1. Each rank has its own
-    query (section 3.2); that code makes them, but scores all ranks of a head's rows with one of
-    them and all ranks of its columns with another. As there, heads share the queries, and a norm
-    has one weight for all keys. (By section 4.2.3 two heads of half D_k are as much work as one;
-    so shared, they are less.)"""
+    published code; here h is 1, which Table 4's shares of work fit. Each rank has its own query
+    (section 3.2); that code makes them, but scores all ranks of a head's rows with one of them and
+    all ranks of its columns with another. As there, heads share the queries, and a norm has one
+    weight for all keys. (By section 4.2.3 two heads of half D_k are as much work as one; so shared,
+    they are less.)"""
 
     def __init__(self, config):
         super().__init__()

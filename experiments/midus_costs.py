@@ -5,7 +5,8 @@ make it deeper.
     python experiments/midus_costs.py --batch=4 --block_size=1024
 
 The first phase: what is frozen there is frozen here. A step is forward and backward pass, clipping
-and AdamW; steps in turn, medians, as are the prompt and the tokens after it (with cached values).
+and AdamW; steps in turn, medians, as are the prompt and the tokens after it (with cached values,
+Appendix G.2; G.1's search for a single query is left out: the slots are the same).
 "kept" is what autograd keeps for the backward pass of one step, each storage once and no weights
 (but on a GPU their copies in bf16); "held" adds weights, gradients and AdamW's moments. The blocks
 of opt_deus, avg_deus and lesa are the same, and so is their cost. Weights are random: no result
