@@ -67,7 +67,7 @@ BACKEND = os.environ.get("NANOMEM_KERNELS", "")    # "" | "torch" | "triton"
 DEBUG = os.environ.get("NANOMEM_DEBUG", "") not in ("", "0")
 
 
-def use_triton(*tensors: Optional[Tensor]) -> bool:
+def use_triton(*tensors: Tensor) -> bool:
     """The dispatch rule. fp64 always takes the torch path, which is the reference."""
     if BACKEND not in ("", "torch", "triton"):
         raise ValueError(f"NANOMEM_KERNELS={BACKEND!r}: use torch or triton, or leave it unset")
@@ -82,9 +82,9 @@ def use_triton(*tensors: Optional[Tensor]) -> bool:
     return True
 
 
-def acc_dtype(*tensors: Optional[Tensor]) -> torch.dtype:
+def acc_dtype(*tensors: Tensor) -> torch.dtype:
     """The dtype in which sums of these tensors run."""
-    double = any(t is not None and t.dtype == torch.float64 for t in tensors)
+    double = any(t.dtype == torch.float64 for t in tensors)
     return torch.float64 if double else torch.float32
 
 
@@ -143,7 +143,8 @@ def product_key_topk(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tens
     n = s_row.shape[1]
     if n >= 2**16 or not 1 <= k <= n * n:
         raise ValueError(f"k must lie in [1, n*n] and n below 65,536, got k = {k}, n = {n}")
-    return product_key_search(s_row, s_col, k)
+    rows, cols = product_key_search(s_row, s_col, k)
+    return pick(s_row, rows) + pick(s_col, cols), rows, cols
 
 
 def tucker_topk(s_row: Tensor, s_col: Tensor, u: Tensor, v: Tensor, core: Tensor, m_key: int,
@@ -341,36 +342,17 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor,
 
 
 # ================================================================ operators and gradients: search
-# Tucker's search returns indices; the scores are read again by pick, with a gradient.
+# A search returns indices; the scores are read again by pick, with a gradient.
 
 def product_key_search_outputs(s_row, s_col, k):
-    scores = s_row.new_empty(s_row.shape[0], k, dtype=acc_dtype(s_row, s_col))
-    rows = torch.empty_like(scores, dtype=torch.int64)
-    return scores, rows, torch.empty_like(rows)
+    rows = s_row.new_empty(s_row.shape[0], k, dtype=torch.int64)
+    return rows, torch.empty_like(rows)
 
 
 @operator(product_key_search_outputs)
-def product_key_search(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def product_key_search(s_row: Tensor, s_col: Tensor, k: int) -> tuple[Tensor, Tensor]:
     search = product_key_search_triton if use_triton(s_row, s_col) else product_key_search_torch
     return search(s_row, s_col, k)
-
-
-def product_key_setup(ctx, inputs, output):
-    s_row, s_col, _ = inputs
-    _, rows, cols = output
-    ctx.n = s_row.shape[1]
-    ctx.dtypes = s_row.dtype, s_col.dtype
-    ctx.save_for_backward(rows, cols)
-
-
-def product_key_backward(ctx, grad, *_):
-    rows, cols = ctx.saved_tensors
-    d_row = scatter_scores(grad, rows, ctx.n).to(ctx.dtypes[0])
-    d_col = scatter_scores(grad, cols, ctx.n).to(ctx.dtypes[1])
-    return d_row, d_col, None
-
-
-product_key_search.register_autograd(product_key_backward, setup_context=product_key_setup)
 
 
 def tucker_search_outputs(s_row, s_col, u, v, core_sum, m_key, m):
@@ -690,7 +672,7 @@ def product_key_search_torch(s_row, s_col, k):
     col = s_col.gather(1, j).index_select(1, b)
     candidates = row + col    # (P, C)
     best = top_indices(candidates, k)    # (P, k)
-    return candidates.gather(1, best), i.gather(1, a[best]), j.gather(1, b[best])
+    return i.gather(1, a[best]), j.gather(1, b[best])
 
 
 def tucker_search_torch(s_row, s_col, u, v, core_sum, m_key, m):
@@ -905,12 +887,12 @@ def gather_ranks(t, rank):
 
 
 # One program owns BLOCK_P queries. It reads their n row and n column scores, sorts the Top-k of
-# each, picks the staircase candidates by their ranks, and writes the k best scores with their row
-# and column. A pair travels as row << 16 | column. N2, K2, C2, O2: n, the ranks kept, the number of
-# candidates C, and k, as powers of two.
+# each, picks the staircase candidates by their ranks, and writes row and column of the k best. A
+# pair travels as row << 16 | column. N2, K2, C2, O2: n, the ranks kept, the number of candidates C,
+# and k, as powers of two.
 @jit
-def product_key_kernel(s_row, s_col, ranks, scores, rows, cols, row_p, col_p, P, n, k, C,
-                       N2: tl.constexpr, K2: tl.constexpr, C2: tl.constexpr, O2: tl.constexpr,
+def product_key_kernel(s_row, s_col, ranks, rows, cols, row_p, col_p, P, n, k, C, N2: tl.constexpr,
+                       K2: tl.constexpr, C2: tl.constexpr, O2: tl.constexpr,
                        BLOCK_P: tl.constexpr):
     p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     p = p[:, None]
@@ -930,7 +912,6 @@ def product_key_kernel(s_row, s_col, ranks, scores, rows, cols, row_p, col_p, P,
     best = top(score, pair, candidate, O2)
     u = tl.arange(0, O2)[None, :]
     keep = (p < P) & (u < k)
-    tl.store(scores + p * k + u, unpack_score(best), mask=keep)
     tl.store(rows + p * k + u, (best >> 16) & 0xFFFF, mask=keep)
     tl.store(cols + p * k + u, best & 0xFFFF, mask=keep)
 
@@ -943,14 +924,14 @@ def product_key_search_triton(s_row, s_col, k):
     N2 = power_of_2(n, K2)
     C2 = power_of_2(C)
     BLOCK_P = max(1, 2048 // max(N2, C2))
-    scores, rows, cols = product_key_search_outputs(s_row, s_col, k)
+    rows, cols = product_key_search_outputs(s_row, s_col, k)
     s_row = dense_rows(s_row)
     s_col = dense_rows(s_col)
     launch(
         product_key_kernel, (triton.cdiv(P, BLOCK_P),),
-        s_row, s_col, ranks, scores, rows, cols, s_row.stride(0), s_col.stride(0), P, n, k, C,
+        s_row, s_col, ranks, rows, cols, s_row.stride(0), s_col.stride(0), P, n, k, C,
         N2, K2, C2, power_of_2(k), BLOCK_P)
-    return scores, rows, cols
+    return rows, cols
 
 
 # One program owns one query and one retrieval head. It projects the RANK x n scores of both sides
@@ -1341,7 +1322,7 @@ class LazyAdam(torch.optim.SparseAdam):
     256k numbers, which stay in its cache. Gradients: COO (keep_coalesced saves a sort a step).
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):    # no maximize
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):    # maximize is left out
         super().__init__(params, lr, betas, eps)
 
     @torch.no_grad()

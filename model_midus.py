@@ -148,7 +148,7 @@ PRESETS = {                       # the paper's two models, grown with HML; --de
     "llama3.1_8b": dict(n_layer=32, n_head=32, n_kv_head=8, n_embd=4096, n_inner=14336,
                         rope_scaling="8:1:4:8192", tied=False),
 }
-DENSE = dict(upscale="base", placement="distributed", inserted=0)
+DENSE = dict(upscale="base", placement="distributed", memory="hml", queries="", inserted=0)
 # Betas, clipping and the rate are ours, for short runs. The paper's rate is 1e-4 in CPT (8B on
 # FineWeb-Edu: 5e-5), 1e-5 in SFT (1B), on 64 x 2,048 tokens a step.
 RECIPE = {

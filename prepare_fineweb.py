@@ -14,8 +14,8 @@ predicted: the answer's tokens and eot, for the next document's opening eot is w
 With --block_size=N a document is a training window of its own: eot, prompt, answer, and eot up to N
 + 1 tokens, of which only the first is predicted. Held-out documents are chosen by the sha256 of
 their text, so that a text is on the same side in every run. Where files named val, valid or
-validation, alone or with more behind - _ . (val.txt, val-1.txt), lie beside others, these are held
-out instead.
+validation, alone, with a number, or with more behind - _ . (val.txt, val2-b.txt), lie beside
+others, these are held out instead.
 
 --clusters=8,8 cuts the documents into windows of --window=512 tokens, fits a tree to those of train
 (8 nodes, then 8 in each), and packs the windows of one leaf into sequences of block_size + 1
@@ -270,6 +270,8 @@ def lock(path, wait=False):
 # ------------------------------------------------------------------ --key=value
 
 KINDS = {bool: "True or False", int: "a whole number", float: "a finite number"}
+PATHS = ("--source", "--out", "--out_dir", "--dataset", "--init_from", "--tokenizer",
+         "--embedder_path")
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -295,6 +297,8 @@ def configure(argv: list, namespace: dict) -> tuple:
         kind = kinds[option]
         need(equals, f"{option} needs a value: {option}={'True' if kind is bool else 'VALUE'}")
         try:
+            if option in PATHS:     # the shell leaves --out_dir=~/runs as it is
+                text = os.path.expanduser(text)
             overrides[option[2:]] = parse_value(text, kind)
         except (ValueError, KeyError):
             raise ConfigError(f"{option} wants {KINDS[kind]}, not {text!r}") from None
@@ -308,7 +312,7 @@ def _is_setting(key, value):
 def parse_value(text, kind):
     """The text of an option as a kind of its own. Raises ValueError or KeyError."""
     if kind is str:
-        return os.path.expanduser(text)     # the shell leaves --out_dir=~/runs as it is
+        return text
     if kind is bool:
         return TRUTH[text.lower()]
     if kind is int and text.lower() in TRUTH:    # an int that may be automatic, no or yes: compile

@@ -74,7 +74,7 @@ model = "move"              # `cp model_move.py model_mine.py` makes --model=min
 preset = ""                 # a row of the model's PRESETS, such as d12 (or depth)
 depth = -1                  # 4 | 12: layers, width 64*depth
 dense = False               # the model's own baseline without memory (its DENSE)
-out_dir = ""                # out/<model>-d<depth> or out/<model>-<preset>
+out_dir = ""                # out/<model>-d<depth> or out/<model>-<preset>; dense: and -dense
 init_from = "scratch"       # scratch | resume (out_dir's) | a checkpoint or Hugging Face folder
 seed = 1337                 # initial values and order of the data
 dataset = ""                # folder, or a name under data/; fineweb_edu if it is there, else pydocs
@@ -154,14 +154,14 @@ given, _ = configure(flags, {**config_keys, **defaults})
 given_to_config = {key: given.pop(key) for key in given.keys() - defaults.keys()}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-recipes = module.RECIPE
+recipes = module.RECIPE or {"adamw": {}}
 optimizer = given.get("optimizer") or next(iter(recipes))
 need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}.py has recipes "
      f"for {', '.join(recipes)}, and muon works for all")
 recipe = recipes.get(optimizer, recipes.get("adamw", {}))
 need(recipe.keys() <= defaults.keys(), f"{module.__name__}.py: its RECIPE has "
      f"{', '.join(sorted(recipe.keys() - defaults.keys()))}, which train.py does not know")
-globals().update({**recipe, **given, "model": module.__name__[6:], "optimizer": optimizer})
+globals().update({**recipe, **given, "optimizer": optimizer})
 for key, default in defaults.items():
     value = globals()[key]
     low, high = int(key in AT_LEAST_ONE), AT_MOST.get(key, 10 ** 12)
@@ -185,7 +185,7 @@ device = pick_device(device)
 gpu = device.startswith("cuda")
 if gpu:
     torch.backends.cuda.matmul.allow_tf32 = True
-if world > 1 and not dist.is_initialized():
+if world > 1:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")   # a bank may be on the CPU
 if not preset:
     depth = automatic(depth, 4, 12)
@@ -482,7 +482,7 @@ def train_step(batch, step, want_norm=False):
     for o in optimizers:
         o.step()
         o.zero_grad(set_to_none=True)
-    if not device.startswith("cpu"):
+    if device != "cpu":
         torch.accelerator.synchronize()
     return loss, norm
 
@@ -533,18 +533,12 @@ def must_be_finite(value, what):
 def begin_output():
     """An earlier run's files become previous-NAME, and what sample.py needs of the data, tokenizer
     and tree of topics, is copied. All previous- files are of one run: where there are some, those
-    of a run that saved no checkpoint are deleted instead. On resume the log is cut at the
-    checkpoint: what came after is done again. ckpt.pt is the last to move, so that a kill on the
-    way loses nothing."""
-    if resume:
-        (out / "result.json").unlink(missing_ok=True)
-        (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-        return
-    saved = (out / "ckpt.pt").exists()
-    saved_before = (out / "previous-ckpt.pt").exists()
-    for name in reversed(OUTPUTS):
-        if saved_before:
-            (out / f"{'previous-' if saved else ''}{name}").unlink(missing_ok=True)
+    of a run that saved no checkpoint are deleted instead. ckpt.pt is the last to move, so that a
+    kill on the way loses nothing."""
+    prefix = "previous-" if (out / "ckpt.pt").exists() else ""
+    if (out / "previous-ckpt.pt").exists():
+        for name in reversed(OUTPUTS):
+            (out / f"{prefix}{name}").unlink(missing_ok=True)
     for name in reversed(OUTPUTS):
         if (out / name).exists():
             os.replace(out / name, out / f"previous-{name}")
@@ -618,7 +612,8 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, interrupted)
 if resume and master:
     show(f"resumed {out}/ckpt.pt at step {step} of {max_iters}")
-    begin_output()
+    (out / "result.json").unlink(missing_ok=True)  # what came after the checkpoint is done again
+    (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
 if compile:                                        # before the clock runs: gradients, thrown away
     buffers = [(b, b.clone()) for b in raw.buffers()]              # a batch norm's statistics
     with torch.random.fork_rng([device] if gpu else []):
@@ -681,7 +676,7 @@ if master:
         begin = torch.tensor([[meta["eot"]]], device=device)
         rng = torch.Generator(device).manual_seed(seed)
         ids = generate(raw.eval(), begin, sample_tokens, temperature=0.8, top_k=50, generator=rng)
-        show(f"\na sample:\n{tok.decode([int(i) for i in ids])}\n")
+        show(f"\na sample:\n{tok.decode(ids)}\n")
     if step:                                       # else no checkpoint has been saved
         show(f"checkpoint {out}/ckpt.pt, log {out}/log.jsonl, curve {out}/loss.png, result "
              f"{out}/result.json\nnext: python sample.py --out_dir={shlex.quote(str(out))} "

@@ -163,7 +163,7 @@ def main(argv):
          "depth must be a multiple of 4, n_embd of 64")
     keep_freed_memory()
     found = measure()
-    print(f"{'':17} parameters    trained   kept MB  held MB    "
+    print(f"{'':17} parameters    trained   kept MiB held MiB    "
           "step ms          prompt ms        token ms")
     for name, row in found.items():
         ratios = [f"{row[column]:8.1f} ({row[column] / found['base'][column]:4.2f})"

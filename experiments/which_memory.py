@@ -287,7 +287,8 @@ def growth(found):
         lines.append(run.line([title, *cells, *change([d for d in gain if len(d) > 1])]))
     texts = [first_row(rows)["data_id"] for rows in found.values()]
     lines += ["", "Change: from the first length with two seeds to the last. Bound: one-sided 95%. "
-                  f"Each length has a text of its own: data_id {', '.join(texts)}."]
+              "Each length has a text and a tree of topics of its own, which the bound leaves out: "
+              f"data_id {', '.join(texts)}."]
     return "\n".join(lines) + "\n"
 
 
