@@ -716,8 +716,8 @@ class LoRAFFN(LoRA):
 
 class KV(Memory):
     """Learned keys and values that every query attends to, without mask or positions, in a softmax
-    of their own (Figure 17). Ours: the queries are normed, the keys are not, so that at first all
-    get about the same weight."""
+    of their own (Figure 17). Ours: the queries are normed (by qk_norm, which Llama's and Qwen's
+    anchors lack), the keys are not, so that at first all get about the same weight."""
 
     @staticmethod
     def widths(config):

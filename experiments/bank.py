@@ -13,8 +13,9 @@ the text of that subtree alone; the jobs need not run at the same time or on the
                     --dataset=data/x --out_dir=out/generic
     python experiments/bank.py merge --jobs=out/job0,out/job1,out/generic --out_dir=out/all
 
-A job may go on with the merged bank, --init_from=out/all: it moves the blocks of its subtree and
-leaves every other bit of the model as it is. And:
+The generic job's val_loss stays the anchor's, for evaluation fetches a text's own path. A job may
+go on with the merged bank, --init_from=out/all: it moves the blocks of its subtree and leaves every
+other bit of the model as it is. And:
 
     python experiments/bank.py remove --out_dir=out/all --nodes=1:0,2:3    # level:node, ...
     python experiments/bank.py read --out_dir=out/all --prompt="..."

@@ -1,6 +1,6 @@
 """Hierarchical memories, Table 1: a bank fetched by topic lowers the loss; most when the anchor
-goes on learning with it, less with a frozen anchor, least (not in accuracy) when both start from
-scratch with all the tokens.
+goes on learning with it, less with a frozen anchor, least (but not in accuracy on specific
+knowledge) when both start from scratch with all the tokens.
 
 The paper's numbers are log perplexities of Wikipedia with fetched memories, rows A1, A3, A2, A4
 (160M). Beside them two controls: the anchor trained on for the same tokens, and a plain model of
