@@ -3,8 +3,8 @@ going on with the anchor?
 
 hiermem_table1.py's anchor has seen 3.5 tokens a parameter and learns much from more text. This one
 has three times as many steps, 24.6M tokens, about once over all its text (of 24M tokens). The
-second phase, 8.2M tokens, reads a third of that text again. The paper does not ask this; Table 1's anchors
-have seen 1.1T tokens. One seed, two to four rates a row: "frozen 0.01" is the bank's,
+second phase, 8.2M tokens, reads a third of that text again. The paper does not ask this; Table 1's
+anchors have seen 1.1T tokens. One seed, two to four rates a row: "frozen 0.01" is the bank's,
 "co-trained 0.0025" the anchor's, where the bank has 1e-2.
 """
 from experiments.hiermem_table1 import cpu as phase
