@@ -3,9 +3,9 @@ one is worth more.
 
 A tree of 2, 6 and 18 nodes (gpu: 4, 32, 256), memories of one level only, on hiermem_table1.py's
 anchor, frozen: `python train.py experiments/hiermem_table1.py --only="A1 anchor"` first. That has
-seen about a third of the text before. With a generic share of 1/17 the smallest of the 18 leaves sees
-330,000 of the CPU's 16M tokens (on textbooks), each of the 2 nodes of level 1 some 7M. The levels
-of the paper's Figure 3d see 69B to 2.2T in all.
+seen about a third of the text before. With a generic share of 1/17 the smallest of the 18 leaves
+sees 330,000 of the CPU's 16M tokens (on textbooks), each of the 2 nodes of level 1 some 7M. The
+levels of the paper's Figure 3d see 69B to 2.2T in all.
 
 Being told one of n nodes is worth up to log(n)/256 nats a token: 0.003, 0.007 and 0.011. The paper
 fetches by the question. So `python experiments/analysis.py retrieval` gives the verdict: each
