@@ -9,11 +9,11 @@ the same size at run time (a wider FFN). The memories are the defaults, 64,24 ov
 memories than the fetched ones: the generic one, none, a wrong one, the one that the first 32
 tokens ask for.
 
-On a CPU the rates are the best of hiermem_rates.py; "wider" has its anchor's. "Wider" and A4 have
-one schedule over all the tokens, A2 and "A1 continued" two. "3 layers" is for `analysis.py rag`:
-with twice the tokens, its text and a retrieved one, it does A2's work. A row with a bank is told
-which of 64 leaves a sequence has, by its whole window. Being told is worth log(64) / 256 = 0.016
-nats a token at most: a mixture over all leaves, told nothing, would lose no more.
+On a CPU the rates are the best of hiermem_rates.py. "Wider" and A4 have one schedule over all the
+tokens, A2 and "A1 continued" two. "3 layers" is for `analysis.py rag`: with twice the tokens, its
+text and a retrieved one, it does A2's work. A row with a bank is told which of 64 leaves a sequence
+has, by its whole window. Being told is worth log(64) / 256 = 0.016 nats a token at most: a mixture
+over all leaves, told nothing, would lose no more.
 """
 from math import log
 
