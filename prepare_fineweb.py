@@ -145,7 +145,7 @@ WHAT_TO_DO = {
     "FileExistsError": "choose another name",
     "MemoryError": "not enough memory: choose a smaller model or batch",
     "OutOfMemoryError": "choose a smaller batch_size",
-    "InductorError": "install one, g++ or clang, or give --compile=0",
+    "InductorError": "give --compile=0, or install g++ or clang if that is what is missing",
     "BrokenProcessPool": "if memory was short, give fewer --workers=",
     errno.ENOSPC: "make room on that disk, or choose another",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another disk",

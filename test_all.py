@@ -476,7 +476,7 @@ GUARDED = [
     ("class OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('GPU')", 1, "batch_size"),
     ("raise RuntimeError('PytorchStreamReader failed')", 1, "tool.py: PytorchStreamReader failed"),
     ("class InductorError(RuntimeError): pass\nraise InductorError('InvalidCxxCompiler: none')", 1,
-     "tool.py: InvalidCxxCompiler: none; install one, g++ or clang, or give --compile=0"),
+     "tool.py: InvalidCxxCompiler: none; give --compile=0, or install g++ or clang"),
     ("raise pf.zlib.error('cut')", 1, "tool.py: cut"),
     ("with pf.naming('disk/ckpt.pt'): raise OSError(28, 'No space left on device')", 1,
      "tool.py: disk/ckpt.pt: No space left on device; make room on that disk, or choose another"),
