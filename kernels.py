@@ -566,7 +566,7 @@ def linear_cross_entropy_op(x: Tensor, weight: Tensor, targets: Tensor, softcap:
         chunk_loss = cross_entropy_triton
         weight = padded_rows(weight, dtype)
     else:
-        rows = max(256, 2**21 // V)
+        rows = max(256, (2**21 if x.device.type == "cpu" else 2**25) // V)
         chunk_loss = cross_entropy_torch
         weight = weight.to(dtype)
     for start in range(0, x.shape[0], rows):
@@ -734,7 +734,8 @@ def gather_dot_torch(table, indices, x, blocks, n_blocks, H):
     if blocks is not None:
         blocks = blocks + torch.arange(P, device=x.device)[:, None] * n_blocks    # rows of x
     dots = table.new_empty(P, k, H, dtype=dtype)
-    queries = max(1, 2**18 // (k * d))    # whose rows, 1 MB, stay in a CPU's cache
+    numbers = 2**18 if x.device.type == "cpu" else 2**26    # 1 MB, for a CPU's cache
+    queries = max(1, numbers // (k * d))
     for start in range(0, P, queries):
         part = slice(start, start + queries)
         rows = table.index_select(0, indices[part].flatten())
@@ -787,7 +788,7 @@ def cross_entropy_torch(z, targets, softcap, gradient):
     gradient, z becomes dloss/dz.
     """
     losses = []
-    rows = max(1, SLICE // z.shape[1])
+    rows = max(1, SLICE // z.shape[1]) if z.device.type == "cpu" else len(z)
     for part, target in zip(z.split(rows), targets.split(rows)):
         s = part.to(acc_dtype(z))    # fp32 logits themselves, of others a copy
         if softcap:
@@ -799,7 +800,7 @@ def cross_entropy_torch(z, targets, softcap, gradient):
         target = target.clamp(min=0)[:, None]
         losses.append((log_sum - s.gather(1, target)).masked_fill(ignored, 0).squeeze(1))
         if gradient:
-            if ignored.any():
+            if z.device.type != "cpu" or ignored.any():    # a GPU would wait for the answer
                 p.masked_fill_(ignored, 0)
             p.scatter_add_(1, target, ignored.to(p.dtype) - 1)
             if softcap:
@@ -936,12 +937,15 @@ def product_key_search_triton(s_row, s_col, k):
 
 # One program owns one query and one retrieval head. It projects the RANK x n scores of both sides
 # on u and v, keeps the m_key best rows and columns, reads their scores again (from the cache),
-# builds the m_key x m_key Tucker grid in registers and writes row and column of its m best. row_p,
-# row_h, row_r: strides of s_row's dimensions, likewise of s_col.
+# builds the m_key x m_key Tucker grid in registers, W2 columns at a time, and writes row and column
+# of its m best. row_p, row_h, row_r: strides of s_row's dimensions, likewise of s_col.
+COLUMNS = 64    # of a grid, sorted at once: before Triton 3.8 128 x 64 need 64 KB of shared memory
+
+
 @jit
 def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, row_p, row_h, row_r, col_p, col_h,
                   col_r, n, m_key, m, HEADS, RANK: tl.constexpr, N2: tl.constexpr,
-                  M2: tl.constexpr, O2: tl.constexpr):
+                  M2: tl.constexpr, W2: tl.constexpr, O2: tl.constexpr):
     query = tl.program_id(0).to(tl.int64)    # counts (p, head)
     head = query % HEADS
     p = query // HEADS
@@ -955,20 +959,27 @@ def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, row_p, row_h, row_r,
         v_r = tl.load(v + head * RANK + r)
         a += u_r * load(s_row + r * row_r + x, x < n)
         b += v_r * load(s_col + r * col_r + x, x < n)
-    ok = tl.arange(0, M2) < m_key
     i = top(a, x, x < n, M2) & 0xFFFF    # (M2,)
-    j = top(b, x, x < n, M2) & 0xFFFF
-    grid = tl.zeros([M2, M2], tl.float32)
-    for r in tl.static_range(RANK):
-        row = load(s_row + r * row_r + i, ok)
-        for c in tl.static_range(RANK):
-            weight = tl.load(core_sum + (head * RANK + r) * RANK + c)
-            col = load(s_col + c * col_r + j, ok)
-            grid += row[:, None] * (weight * col)[None, :]
-    pair = (i << 16)[:, None] | j[None, :]
-    both_ok = ok[:, None] & ok[None, :]
-    packed = tl.where(both_ok, pack(grid, pair), PADDING)
-    best = tl.topk(tl.reshape(packed, [M2 * M2]), O2)
+    j_all = top(b, x, x < n, M2) & 0xFFFF
+    row_ok = tl.arange(0, M2) < m_key
+    best = tl.full([O2], PADDING, tl.int64)
+    for start in range(0, M2, W2):
+        w = start + tl.arange(0, W2)
+        col_ok = w < m_key
+        j = tl.gather(j_all, w, 0)
+        grid = tl.zeros([M2, W2], tl.float32)
+        for r in tl.static_range(RANK):
+            row = load(s_row + r * row_r + i, row_ok)
+            for c in tl.static_range(RANK):
+                weight = tl.load(core_sum + (head * RANK + r) * RANK + c)
+                col = load(s_col + c * col_r + j, col_ok)
+                grid += row[:, None] * (weight * col)[None, :]
+        pair = (i << 16)[:, None] | j[None, :]
+        packed = tl.where(row_ok[:, None] & col_ok[None, :], pack(grid, pair), PADDING)
+        found = tl.topk(tl.reshape(packed, [M2 * W2]), O2)
+        if W2 < M2:
+            found = tl.topk(tl.reshape(tl.join(best, found), [2 * O2]), O2)
+        best = found
     o = tl.arange(0, O2)
     tl.store(rows + query * m + o, (best >> 16) & 0xFFFF, mask=o < m)
     tl.store(cols + query * m + o, best & 0xFFFF, mask=o < m)
@@ -977,6 +988,8 @@ def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, row_p, row_h, row_r,
 def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
     P, R, r, n = s_row.shape
     M2 = power_of_2(m_key)
+    O2 = power_of_2(m)
+    W2 = max(min(M2, COLUMNS), O2 // M2)
     rows, cols = tucker_search_outputs(s_row, s_col, u, v, core_sum, m_key, m)
     u, v, core_sum = (t.float().contiguous() for t in (u, v, core_sum))
     s_row = dense_rows(s_row)
@@ -984,7 +997,7 @@ def tucker_search_triton(s_row, s_col, u, v, core_sum, m_key, m):
     launch(
         tucker_kernel, (P * R,),
         s_row, s_col, u, v, core_sum, rows, cols, *s_row.stride()[:3], *s_col.stride()[:3],
-        n, m_key, m, R, r, power_of_2(n, M2), M2, power_of_2(m),
+        n, m_key, m, R, r, power_of_2(n, M2), M2, W2, O2,
         num_warps=4 if M2 <= 32 else 16)
     return rows, cols
 
@@ -1516,14 +1529,15 @@ def average_sparse(grad):
     count = torch.tensor([grad._nnz()], device=grad.device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count)
-    longest = int(max(counts))
+    counts = torch.cat(counts).tolist()
+    longest = max(counts)
 
     def of_everyone(t):
         padded = t.new_zeros(longest, *t.shape[1:])
         padded[:t.shape[0]] = t
         parts = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(parts, padded)
-        return torch.cat([part[:int(n)] for part, n in zip(parts, counts)])
+        return torch.cat([part[:n] for part, n in zip(parts, counts)])
 
     rows = of_everyone(grad._indices()[0])
     values = of_everyone(grad._values()) / len(counts)
