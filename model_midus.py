@@ -608,12 +608,13 @@ def start(path, ckpt, fields):
     return {"model_config": vars(config), "model": model.state_dict()}
 
 
-# ---------------------------------------------------------------- queries (Table 11), memories (3)
+# ------------------------------------------------------ queries (Table 11), memories (Table 3)
 
 class QueryBlock(MemoryBlock):
     """Table 11's structures, which change the queries: the internal residual, the attention's
-    output projection, a norm of each channel over batch and time or of each head's query. (The
-    paper names them; where they stand and what they norm is our reading of K.4.)"""
+    output projection, a norm of each channel over batch and time or of each head's query. (K.4
+    prints the residual and says that the norms are of queries; over what they run is our reading.)
+    """
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

@@ -120,7 +120,8 @@ class Config:
     def slots(self):
         """M, value vectors of a token in a table."""
         if self.memory == "move":
-            return math.ceil(self.memory_scale * self.n_layer / 2 - 1e-9)    # 4.4 * 25 / 2 is 55
+            # -1e-9, since 4.4 * 25 / 2 is a little more than 55 in floating point.
+            return math.ceil(self.memory_scale * self.n_layer / 2 - 1e-9)
         return int(self.memory == "lave")
 
     @property

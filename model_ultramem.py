@@ -66,10 +66,10 @@ class Config:
     n_keys: int = -1              # n: n^2 slots; -1: the size of 56 experts (MoE: n experts, 8 m)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L in all layers together (MoE: 8)
-    key_dim: int = -1             # D_k; -1: d/4 (Table 10); d/2 of PKM to PEER, rank_queries=0
-    value_dim: int = -1           # D_v; -1: 3d/16, 3 D_p (UltraMem d/2, older d, MoE an expert's)
+    key_dim: int = -1             # D_k; -1: d/4 (Table 10); PKM, PEER, Memory+ d/2
+    value_dim: int = -1           # D_v; -1: 3d/16 (UltraMem d/2, older d, MoE an expert's)
     pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain values (-1 of older memories)
-    rank_queries: int = -1        # 1: a query per Tucker rank; 0: one for all; -1: 1 (UltraMem 0)
+    rank_queries: int = -1        # 1: a query per Tucker rank; 0: one, D_k d/2; -1: 1 (UltraMem 0)
     virtual: int = -1             # E, blocks of virtual slots over the values; -1: 1 (UltraMem 4)
     projectors: int = -1          # 1, or E: a W_out for each block (eq. 9); -1: 1 (UltraMem E)
     share: str = ""               # ring:g | noring:g | block:g: slots of g layers' tables (4.2.8)
@@ -181,9 +181,9 @@ class Config:
 
 
 # Table 10; n_inner from the authors' launch scripts, which have none for 1b_7b: 7,004 gives the
-# printed 1,079M active parameters without embedding, head and values (6.2B in all, where 6.70B is
-# printed). Memory+'s D_v is printed as 384, which would give 0.70B; here it is d, which makes 241M
-# active parameters of the printed 228M.
+# printed 1,079M active parameters, counted without embedding, head and values. Without embedding
+# and head there are 6.22B in all, where 6.70B is printed, and with Memory+'s printed D_v of 384
+# there would be 0.70B; here that is d, which makes 241M active parameters of the printed 228M.
 PRESETS = {
     "227m_1.2b": dict(n_layer=20, n_embd=768, n_head=12, n_inner=2496, n_keys=360, key_dim=192,
                       top_k=32, value_dim=192, pre_value_dim=192),
@@ -407,6 +407,7 @@ class UltraMemV2(nn.Module):
         c = self.config
         tokens = x.flatten(0, 1)
         scores, slots, aux = self.retrieve(tokens)             # (P, k, H), (P, k)
+        # By default rows are the slots, and blocks is None. The rest is for what is below the fold.
         rows = self.offset + slots % c.reach                   # virtual blocks repeat
         rows = rows % len(table.values)                        # a ring of layers closes
         order = sort_indices(rows) if torch.is_grad_enabled() else None    # for both tables
@@ -722,7 +723,7 @@ def first_table(config, i):
     kind, _, g = config.share.partition(":")
     layers, g = len(config.added_after), int(g)
     if kind == "ring":
-        return i                                               # own first; Table 7's one earlier
+        return i    # Table 7 begins one earlier: the same model, its tables numbered otherwise
     if kind == "block":
         return i // g * g
     return min(max(i - (g - 1) // 2, 0), layers - g)           # noring: (g-1)/2 before its own

@@ -106,6 +106,7 @@ FORMATS = {      # type of the tokens -> magic, version
 }
 HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
 FINEWEB = "HuggingFaceFW/fineweb-edu"
+FINEWEB_PART = "sample-10BT"    # 10 billion tokens, the most that max_tokens can get; MoVE: -100BT
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"    # tiktoken's
 GPT2_FILES = ("vocab.bpe", "encoder.json")
 OFFLINE = (
@@ -703,7 +704,7 @@ def read_documents(c):
             yield "", None, text, ""
         return
     if c.source == "fineweb_edu":
-        rows = (("", FINEWEB, row) for row in _dataset(FINEWEB, name="sample-10BT"))
+        rows = (("", FINEWEB, row) for row in _dataset(FINEWEB, name=FINEWEB_PART))
     else:
         rows = read_files(Path(c.source), c.text_field)
     kind = None

@@ -23,7 +23,8 @@ LEAST in test_all.py is the shortest. Model has:
                                                      targets >= 0 (0 if there are none)
     param_groups(optimizer, learning_rate,           dicts of params, kind (see make_optimizers in
                  weight_decay)                       kernels.py), lr, weight_decay, schedule (False:
-                                                     the rate is constant)
+                                                     the rate is constant); boost, if it has one
+                                                     (see set_rates); its optimizer's own options
     param_counts(), flops_per_token()                reports: total, memory, active; training
 
 It may have six hooks; load_module() in sample.py fills in what is missing:
@@ -90,7 +91,7 @@ min_lr = 0.0                # where the schedule ends; RECIPE
 schedule = "cosine"         # cosine | wsd (constant, then down linearly); RECIPE
 warmup = 0.02               # fraction of the run over which the rate rises; RECIPE
 warmdown = 0.4              # wsd: fraction of the run over which the rate falls; RECIPE
-weight_decay = 0.1          # RECIPE
+weight_decay = 0.1          # of Muon it falls to 0 over the run; RECIPE
 beta1 = 0.9                 # RECIPE
 beta2 = 0.95                # RECIPE
 grad_clip = 1.0             # norm over all gradients, dense and sparse; 0: off; RECIPE
@@ -159,6 +160,8 @@ optimizer = given.get("optimizer") or next(iter(recipes))
 need(optimizer in (*recipes, "muon"), f"optimizer={optimizer}: {module.__name__}.py has recipes "
      f"for {', '.join(recipes)}, and muon works for all")
 recipe = recipes.get(optimizer, recipes.get("adamw", {}))
+need("muon_lr" not in given or optimizer not in recipes, "muon_lr: is for --optimizer=muon of a "
+     f"model without a RECIPE for it; {module.__name__}.py's {optimizer} has learning_rate alone")
 need(recipe.keys() <= defaults.keys(), f"{module.__name__}.py: its RECIPE has "
      f"{', '.join(sorted(recipe.keys() - defaults.keys()))}, which train.py does not know")
 globals().update({**recipe, **given, "optimizer": optimizer})
@@ -314,7 +317,8 @@ show(f"parameters: {', '.join(f'{n:,} {name}' for name, n in counts.items())}; "
      f"{flops / 1e6:,.1f} MFLOP a token, forward and backward")
 show(f"{batch_tokens:,} tokens a step = {n_sequences} x {block_size}, {batch_size} sequences at "
      f"once; {max_iters} steps")
-show(f"{optimizer}, learning rate {learning_rate:g}, {schedule}; data {folder}")
+linear = "" if optimizer in recipes else f" (Linear layers' {muon_lr:g})"
+show(f"{optimizer}, learning rate {learning_rate:g}{linear}, {schedule}; data {folder}")
 show(f"{device}, {dtype} ({why})")
 if init_from == "scratch" and not all(p.requires_grad for p in raw.parameters()):
     show("what is frozen stays random: --init_from= gives it trained values")
@@ -438,7 +442,8 @@ def forward_backward(x, y, context):
 
 
 def schedule_factor(step):
-    """Multiplier of every scheduled learning rate for update number `step`, from 0."""
+    """Multiplier of every scheduled learning rate for update number `step`, from 0. Another
+    schedule is a branch here and its name in the need(schedule in ...) above."""
     rising = min(1.0, (step + 1) / (warmup_iters + 1))
     floor = min_lr / max(learning_rate, 1e-30)
     left = max_iters - step

@@ -201,7 +201,9 @@ CASES = r"""
 -  --min_lr=-1  min_lr=-1.0: must be from 0
 -  --min_lr=0.5  min_lr=0.5: must not be above learning_rate=0.02
 -  --model=hiermem --learning_rate=1e-5  min_lr=5e-05: must not be above learning_rate=1e-05
--  --muon_lr=-1  muon_lr=-1.0: must be from 0
+-  --model=lime --optimizer=muon --muon_lr=-1  muon_lr=-1.0: must be from 0
+-  --model=lime --muon_lr=0.01  muon_lr: is for --optimizer=muon of a model without a RECIPE
+-  --model=move --muon_lr=0.01  model_move.py's muon has learning_rate alone
 -  --warmup=1.5  warmup=1.5: must be from 0 to 1
 -  --warmup=-1  warmup=-1.0: must be from 0 to 1
 -  --warmdown=2  warmdown=2.0: must be from 0 to 1
