@@ -71,6 +71,8 @@ try:
     import fcntl
 except ImportError:
     sys.exit("nanoMem needs Linux or macOS; on Windows: WSL")
+if sys.version_info < (3, 11):
+    sys.exit(f"nanoMem needs Python 3.11 or newer, this is {sys.version.split()[0]}")
 
 import numpy as np
 
@@ -139,6 +141,7 @@ EXPECTED = (     # what goes wrong on sound code
 EXPECTED_OF_TORCH = (     # which need not be imported
     "OutOfMemoryError", "allocate memory", "PytorchStreamReader", "PytorchStreamWriter",
     "Storage size calculation overflowed", "InvalidCxxCompiler", "Failed to find C compiler",
+    "TritonMissing", "MPS backend out of memory", "Invalid buffer size",
 )
 WHAT_TO_DO = {
     "ModuleNotFoundError": "pip install -r requirements.txt",
@@ -147,6 +150,7 @@ WHAT_TO_DO = {
     "MemoryError": "not enough memory: choose a smaller model or batch",
     "OutOfMemoryError": "choose a smaller batch_size",
     "InductorError": "give --compile=0, or install g++ or clang if that is what is missing",
+    "TritonMissing": "give --compile=0, or pip install triton",
     "BrokenProcessPool": "if memory was short, give fewer --workers=",
     errno.ENOSPC: "make room on that disk, or choose another",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose another disk",
@@ -162,7 +166,9 @@ def guard(program):
     sys.stdout = sys.stdout or open(os.devnull, "w")     # None: it is closed, as by `>&-`
     sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")     # "?" for what an ASCII terminal cannot show
+        if hasattr(stream, "reconfigure"):       # a notebook's, under %run, has none
+            stream.reconfigure(errors="replace")     # "?" for what an ASCII terminal cannot show
+    os.environ.pop("MPLBACKEND", None)     # a notebook's, which may be of another environment
 
     def report(kind, error, trace):
         if kind is KeyboardInterrupt:
@@ -182,12 +188,18 @@ def guard(program):
     atexit.register(flush_output, program)
 
 
+def of_a_gpus_memory(error):
+    """Whether an accelerator had too little. On a Mac that is a bare RuntimeError."""
+    names = ("OutOfMemoryError", "MPS backend out of memory", "Invalid buffer size")
+    return any(name in repr(error) for name in names)
+
+
 def one_line(error):
     """What happened, to which file, and what to do."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and error.filename:
         text = f"{error.filename}: {error.strerror}"
-    kind = type(error).__name__
+    kind = "OutOfMemoryError" if of_a_gpus_memory(error) else type(error).__name__
     hint = WHAT_TO_DO.get(kind) or WHAT_TO_DO.get(getattr(error, "errno", None))
     if hint:
         text = text.rstrip(".")
@@ -226,7 +238,7 @@ def reading(path, problem="cannot be used, it is damaged or of another kind"):
         raise
     except Exception as error:
         kind = type(error).__name__
-        if kind == "OutOfMemoryError" or getattr(error, "filename", None):
+        if of_a_gpus_memory(error) or getattr(error, "filename", None):
             raise
         reason = " ".join(str(error).split())[:400]
         raise ConfigError(f"{path} {problem} ({kind}: {reason})") from error
@@ -262,6 +274,8 @@ def lock(path, wait=False):
         need(wait, f"{path} is in use by the process {owner}: wait for its end, or stop it")
         print(f"waiting for the process {owner}, which is at work on {path} ...", flush=True)
         fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:     # a network disk without locks: nothing to hold
+        return file
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

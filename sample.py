@@ -279,8 +279,10 @@ def find_tokenizer(path, data):
 # ----------------------------------------------------------------------------- generating
 
 def pick_device(name):
-    """"" -> the accelerator if there is one, else the CPU; a name -> itself, if it is there. One
-    with a number becomes the current GPU."""
+    """"" -> the environment's NANOMEM_DEVICE, else the accelerator if there is one, else the CPU; a
+    name -> itself, if it is there. One with a number becomes the current GPU."""
+    name = name or os.environ.get("NANOMEM_DEVICE", "")
+    hint = "leave the key out to take what is" if name else "give --device=cpu"
     if not name:
         name = "cpu"
         if torch.accelerator.is_available():
@@ -293,7 +295,7 @@ def pick_device(name):
             torch.cuda.set_device(name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
-        message = f"device={name} is not there ({reason}); leave the key out to take what is"
+        message = f"device={name} is not there ({reason}); {hint}"
         raise ConfigError(message) from None
     return name
 

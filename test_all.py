@@ -8,6 +8,7 @@ import os
 # Before kernels.py is imported: the Triton kernels run on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")    # finds a GPU and leaves it alone
+import errno
 import functools
 import gzip
 import hashlib
@@ -59,6 +60,7 @@ DEVICE = os.environ.get("NANOMEM_TEST_DEVICE", "cpu")          # of the kernels'
 GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0") if torch.cuda.is_available() else ""
 if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""                    # programs run on the CPU everywhere
+    os.environ["NANOMEM_DEVICE"] = "cpu"                       # on a Mac, too
 else:
     torch.set_default_device(DEVICE)
 parametrize = pytest.mark.parametrize
@@ -478,6 +480,11 @@ GUARDED = [
     ("raise RuntimeError('PytorchStreamReader failed')", 1, "tool.py: PytorchStreamReader failed"),
     ("class InductorError(RuntimeError): pass\nraise InductorError('InvalidCxxCompiler: none')", 1,
      "tool.py: InvalidCxxCompiler: none; give --compile=0, or install g++ or clang"),
+    ("class TritonMissing(RuntimeError): pass\nraise TritonMissing('None here.')", 1,
+     "tool.py: None here; give --compile=0, or pip install triton"),
+    ("raise RuntimeError('MPS backend out of memory (9 GB)')", 1, "choose a smaller batch_size"),
+    ("with pf.reading('ckpt.pt'): raise RuntimeError('Invalid buffer size: 9 GiB')", 1,
+     "tool.py: Invalid buffer size: 9 GiB; choose a smaller batch_size"),
     ("raise pf.zlib.error('cut')", 1, "tool.py: cut"),
     ("with pf.naming('disk/ckpt.pt'): raise OSError(28, 'No space left on device')", 1,
      "tool.py: disk/ckpt.pt: No space left on device; make room on that disk, or choose another"),
@@ -524,6 +531,27 @@ def test_closed_streams_are_no_error():
     for closed in (">&-", "2>&-"):
         shell = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code]
         assert subprocess.run(shell, cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_programs_run_in_a_notebook(tmp_path):
+    """Where MPLBACKEND names a module of Jupyter's environment, and %run has no real stdout."""
+    run = guarded("import matplotlib", tmp_path, MPLBACKEND="module://of_another_environment")
+    assert run.communicate()[1] == "" and run.returncode == 0
+    code = "import io, sys, prepare_fineweb as pf; sys.stdout = io.StringIO(); pf.guard('x')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_an_older_python_is_told_so():
+    code = "import sys; sys.version_info = (3, 10, 9); import prepare_fineweb"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("nanoMem needs Python 3.11 or newer, this is ")
+
+
+def test_a_disk_without_locks_is_used_without_them(tmp_path, monkeypatch):
+    refused = OSError(errno.ENOTSUP, "Operation not supported")
+    monkeypatch.setattr(pf.fcntl, "flock", Mock(side_effect=refused))
+    pf.lock(tmp_path).close()
 
 
 def test_a_lock_names_its_process_and_ends_with_it(tmp_path):
@@ -1218,6 +1246,16 @@ def test_the_gpu_that_is_asked_for_becomes_the_current_one(monkeypatch):
         assert sample.pick_device(name) == name
     assert current == ["cuda:1"]
     assert sample.pick_device("cpu:7") == "cpu"
+
+
+def test_an_accelerator_that_cannot_be_used_is_said_with_what_to_do(monkeypatch):
+    """A Mac in a virtual machine says that it has one."""
+    monkeypatch.delenv("NANOMEM_DEVICE")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError("MPS out of memory")))
+    with pytest.raises(ConfigError, match="device=mps is not there .MPS out of .*give --device=c"):
+        sample.pick_device("")
 
 
 def operator_calls():
@@ -4114,6 +4152,12 @@ def test_a_text_of_less_than_a_gpus_step_is_an_error(tiny, monkeypatch):
     tiny("--batch_tokens=131072", expect="four epochs of them are less than a step of batch_tokens")
 
 
+def test_torchrun_on_a_mac_is_for_its_cpu(tiny, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sample, "pick_device", lambda name: "mps")
+    tiny(expect="device=mps: torchrun needs GPUs of CUDA, or --device=cpu")
+
+
 def test_torchrun_gives_each_process_its_own_gpu(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     process = start_train("--model=move", "--device=cuda:1")
@@ -4954,7 +4998,7 @@ def runs_beside(options, picks):
 
 
 def test_only_the_kernels_tests_use_a_gpu(monkeypatch):
-    assert DEVICE != "cpu" or sample.pick_device("") in ("cpu", "mps")
+    assert DEVICE != "cpu" or sample.pick_device("") == "cpu"
     monkeypatch.setitem(globals(), "GPUS", "2,3")
     usual, apart, (command, added) = runs_beside(["-q"], picks=False)
     assert not usual[1] and not apart[1]

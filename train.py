@@ -66,7 +66,7 @@ import torch
 import torch.distributed as dist
 
 from kernels import (average_sparse, clip_grads, fast_dtype, keep_coalesced, keep_freed_memory,
-                     make_optimizers)
+                     make_optimizers, triton)
 from sample import (assemble, generate, load_checkpoint, load_module, load_start, make_config,
                     materialize, pick_device, write_checkpoint)
 
@@ -186,6 +186,7 @@ if world > 1 and device in ("", "cuda") and torch.cuda.is_available():
 keep_freed_memory()                                # before torch allocates anything
 device = pick_device(device)
 gpu = device.startswith("cuda")
+need(world == 1 or device != "mps", "device=mps: torchrun needs GPUs of CUDA, or --device=cpu")
 if gpu:
     torch.backends.cuda.matmul.allow_tf32 = True
 if world > 1:
@@ -273,7 +274,9 @@ if folder and not dry_run:
 why = "as asked for"
 if not dtype:
     dtype, why = fast_dtype(device)
-compile = automatic(compile, 0, 1)
+elif resume and not given.get("dtype"):
+    why = f"the checkpoint's; this device by itself: {fast_dtype(device)[0]}"
+compile = automatic(compile, 0, int(triton is not None))
 eval_tokens = automatic(eval_tokens, 16384, 10485760)
 if batch_tokens == -1:                             # about so many
     batch_tokens = max(1, automatic(-1, 1024, 131072) // (block_size * world)) * block_size * world
