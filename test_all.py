@@ -4383,6 +4383,16 @@ def test_a_dry_run_says_what_a_model_takes_and_which_dtype(speedup, wanted, monk
         assert part in text
 
 
+@parametrize("size, sequences", [(15e9, 8), (24e9, 32)])
+def test_a_small_gpu_takes_fewer_sequences_at_once(size, sequences, monkeypatch, capsys):
+    monkeypatch.setattr(sample, "pick_device", lambda name: "cuda")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", Mock())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Mock(total_memory=size))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **how: False)
+    train("--depth=2 --dry_run=True", expect="0")
+    assert f"128 x 1024, {sequences} sequences at once" in capsys.readouterr().out
+
+
 def test_a_dry_run_counts_moments_of_what_is_trained_alone(capsys):
     flags = "--model=midus --preset=llama3.2_1b --dry_run=True --device=cpu"
     train(flags, "--phase=cpt", expect="0")

@@ -80,7 +80,7 @@ init_from = "scratch"       # scratch | resume (out_dir's) | a checkpoint or Hug
 seed = 1337                 # initial values and order of the data
 dataset = ""                # folder, or a name under data/; fineweb_edu if it is there, else pydocs
 block_size = -1             # 256 | 1024: tokens of context; or what the data folder says
-batch_size = -1             # 8 | 32: sequences in one forward (the micro-batch)
+batch_size = -1             # 8 | 32 (8 below 20 GB): sequences in a forward (the micro-batch)
 batch_tokens = -1           # 1024 | 131072: tokens per optimizer step, all GPUs together
 skip_steps = 0              # batches to pass over: those of an earlier phase on the same data
 max_iters = -1              # 128 | about 10 tokens per dense parameter, at most 4 epochs
@@ -283,7 +283,10 @@ if batch_tokens == -1:                             # about so many
 need(batch_tokens % (block_size * world) == 0, f"batch_tokens={batch_tokens}: must be a multiple "
      f"of block_size={block_size} (times {world} processes)")
 n_sequences = batch_tokens // block_size           # of a step, in all processes
-batch_size = min(automatic(batch_size, 8, 32), n_sequences // world)
+if batch_size == -1:
+    large = gpu and torch.cuda.get_device_properties(device).total_memory > 20e9
+    batch_size = 32 if large else 8
+batch_size = min(batch_size, n_sequences // world)
 while n_sequences // world % batch_size:
     batch_size -= 1                                # the micro-batch divides a process's share
 
