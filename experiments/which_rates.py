@@ -69,6 +69,9 @@ for rate in (0.0067, 0.02):
         keys = dict(keys, model="move", learning_rate=rate, cpu_16M=whole)
         variants[f"{title} {rate:g}"] = (keys, None)
         baseline[f"{title} {rate:g}"] = f"MoVE whole {rate:g}"
+for rate in (0.009, 0.027, 0.003):
+    add("LIMe whole", "LIMe whole 0.009", rate, dense=True, cpu_16M=whole)
+    add("LIMe routers whole", "LIMe whole 0.009", rate, router_lr=1e-2 / rate, cpu_16M=whole)
 for rate in (0.02, 0.04):
     for part in (1 / 9, 1 / 3, 3):
         add(f"MoVE memory bank x{part:.2g} decay 0.02 at", f"MoVE decay 0.02 at {rate:g}", rate,
