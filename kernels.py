@@ -935,13 +935,14 @@ def product_key_search_triton(s_row, s_col, k):
     return rows, cols
 
 
+# Of a Tucker grid, sorted at once: before Triton 3.8, 128 x 64 take 64 KB of shared memory.
+COLUMNS = 64
+
+
 # One program owns one query and one retrieval head. It projects the RANK x n scores of both sides
 # on u and v, keeps the m_key best rows and columns, reads their scores again (from the cache),
 # builds the m_key x m_key Tucker grid in registers, W2 columns at a time, and writes row and column
 # of its m best. row_p, row_h, row_r: strides of s_row's dimensions, likewise of s_col.
-COLUMNS = 64    # of a grid, sorted at once: before Triton 3.8 128 x 64 need 64 KB of shared memory
-
-
 @jit
 def tucker_kernel(s_row, s_col, u, v, core_sum, rows, cols, row_p, row_h, row_r, col_p, col_h,
                   col_r, n, m_key, m, HEADS, RANK: tl.constexpr, N2: tl.constexpr,
