@@ -3864,7 +3864,8 @@ def train(*flags, expect="", **more):
     with a message that holds that text."""
     import gc
     gc.collect()                                               # locks of runs that failed
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         flags = " ".join(map(str, flags)).split()
         patch.setattr(sys, "argv", ["train.py", *as_flags(flags, more)])
@@ -3929,14 +3930,15 @@ def test_train_end_to_end(tiny, text_folder, tmp_path, capsys):
     assert "next:" in text and "next:" not in capsys.readouterr().out, "nothing was saved"
 
 
-def interrupt_at(batch, monkeypatch):
-    """Ctrl-C while the batch of that number (from 0) is fetched."""
+def interrupt_at(batch, monkeypatch, *numbers):
+    """Ctrl-C, or these signals, while the batch of that number (from 0) is fetched."""
     calls = []
 
     def shuffled(self, seed, rows, original=TokenShards.shuffled):
         calls.append(rows)
         if len(calls) == batch + 1:
-            signal.raise_signal(signal.SIGINT)
+            for number in numbers or [signal.SIGINT]:
+                signal.raise_signal(number)
         return original(self, seed, rows)
     monkeypatch.setattr(TokenShards, "shuffled", shuffled)
 
@@ -4032,16 +4034,30 @@ def test_a_second_ctrl_c_stops_at_once(tiny, monkeypatch):
         run["interrupted"](signal.SIGTERM, None)
 
 
-def test_when_a_pipes_reader_leaves_the_run_is_saved(tiny, tmp_path, monkeypatch):
-    class Left(io.StringIO):                                   # as `| head`
+@parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "Input/output error")],
+             ids=["| head", "no terminal"])
+def test_when_the_outputs_reader_leaves_the_run_is_saved(error, tiny, tmp_path, monkeypatch):
+    class Left(io.StringIO):
         def write(self, text):
             if " 3/6 loss" in text:
-                raise BrokenPipeError
+                raise error
             return super().write(text)
 
     monkeypatch.setattr(sys, "stdout", Left())
+    if error.errno:
+        interrupt_at(2, monkeypatch, signal.SIGHUP, signal.SIGHUP)     # of shell and kernel
     tiny("--max_iters=6 --log_interval=1", expect="--init_from=resume")
     assert load_ckpt(tmp_path)["step"] == 3
+
+
+def test_under_nohup_a_run_outlives_its_terminal(tiny, tmp_path, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt_at(2, monkeypatch, signal.SIGHUP)
+    try:
+        tiny("--max_iters=6")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert load_ckpt(tmp_path)["step"] == 6
 
 
 def start_train(*flags, launcher=(), preexec_fn=None, **more):

@@ -314,8 +314,8 @@ def show(text):
     if master:
         try:
             print(text, flush=True)
-        except BrokenPipeError:                    # a pipe's reader left, `| head`: as by Ctrl-C
-            stop.append(signal.SIGPIPE)
+        except OSError:                            # a pipe's reader left, `| head`, or a terminal
+            stop.append(signal.SIGPIPE)            # did: as by Ctrl-C
 
 
 show(f"{model_config}")
@@ -597,9 +597,10 @@ step_times = []
 
 
 def interrupted(number, frame):
-    """The first Ctrl-C (or SIGTERM) lets the step end, so that the checkpoint is exact; the second
-    stops at once, but not under torchrun, which sends several."""
-    if stop and "LOCAL_RANK" not in os.environ:
+    """The first Ctrl-C (or SIGTERM, or the end of the terminal) lets the step end, so that the
+    checkpoint is exact; the second stops at once, but not where several come by themselves: under
+    torchrun, and when a terminal ends."""
+    if stop and number != signal.SIGHUP and "LOCAL_RANK" not in os.environ:
         raise KeyboardInterrupt
     stop.append(number)
 
@@ -619,8 +620,9 @@ def leave(message=""):
         sys.exit(message)
 
 
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, interrupted)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:             # nohup's
+        signal.signal(number, interrupted)
 if resume and master:
     show(f"resumed {out}/ckpt.pt at step {step} of {max_iters}")
     (out / "result.json").unlink(missing_ok=True)  # what came after the checkpoint is done again
