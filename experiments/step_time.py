@@ -52,7 +52,6 @@ def trained(flags):
         run = runpy.run_path(str(ROOT / "train.py"), run_name="step_time")
     signal.signal(signal.SIGINT, signal.default_int_handler)    # train.py would end its own step
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     return run
 
 
