@@ -475,6 +475,7 @@ def table_grad(ctx, source, weights):
     arguments = (source, indices, weights, blocks, ctx.n_blocks, order, table.shape[0], table.dtype)
     if not ctx.sparse_grad:
         return row_sums_dense(*arguments)
+    only_once("a row-sparse gradient")
     rows, sums = row_sums(*arguments, True)
     return coalesced(rows, sums, table.shape)
 
@@ -488,8 +489,7 @@ def row_sums(source, indices, weights, blocks, n_blocks, order, n_rows, dtype, s
     """-> the distinct rows that were hit and their sums, if sparse; else anything and the sums of
     all n_rows rows.
     """
-    if order is None:
-        order = sort_indices(indices)
+    order = sort_indices(indices) if order is None else order.contiguous()
     path = row_sums_triton if use_triton(source, weights) else row_sums_torch
     return path(source, indices, weights, blocks, n_blocks, order, n_rows, dtype, sparse)
 
@@ -1299,8 +1299,8 @@ def lazy_adam_triton(grad, rows, p, state, group, size, scale, decay):
     beta1, beta2 = group["betas"]
     launch(
         lazy_adam_kernel, (triton.cdiv(L, BLOCK_R) * triton.cdiv(D, BLOCK_D),),
-        grad.contiguous(), rows, p, state["exp_avg"], state["exp_avg_sq"], size, scale, L,
-        1 - beta1, 1 - beta2, group["eps"], decay, D, BLOCK_R, BLOCK_D)
+        grad.contiguous(), rows.contiguous(), p, state["exp_avg"], state["exp_avg_sq"], size, scale,
+        L, 1 - beta1, 1 - beta2, group["eps"], decay, D, BLOCK_R, BLOCK_D)
 
 
 # ================================================================ optimizers, row-sparse gradients

@@ -40,8 +40,8 @@ batches again; with --skip_steps=N, the anchor's steps, it reads on.
     python train.py --model=hiermem --dense=True --dataset=topics --out_dir=out/anchor
     python train.py --model=hiermem --init_from=out/anchor --memory=ffn --dataset=topics
 """
-import math
 import functools
+import math
 import random
 import re
 import zlib

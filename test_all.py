@@ -991,11 +991,13 @@ def test_kernels_sums_have_the_dtype_of_their_weights(backend):
 def test_kernels_table_gradient_is_bitwise_reproducible(backend, sparse):
     table, indices, weights, *_ = sum_inputs("runs", torch.float32)
     results = []
-    for order in (None, None, kernels.sort_indices(indices)):    # a shared sort gives the same bits
+    shared = kernels.sort_indices(indices)
+    strided = shared.repeat_interleave(2)[::2]
+    for order in (None, None, shared, strided):    # a shared sort gives the same bits
         results.append(forward_and_gradients(
             lambda t, w: kernels.gather_sum(t, indices, w, sparse_grad=sparse, order=order),
             table, weights))
-    assert_close(results[1:], [results[0]] * 2, rtol=0, atol=0)
+    assert_close(results[1:], [results[0]] * 3, rtol=0, atol=0)
 
 
 # ---------------------------------------------------------------- MoVE's bank
@@ -1190,13 +1192,21 @@ def test_kernels_lazy_adam_equals_torchs_sparse_adam(path, shape, monkeypatch):
 
 
 @parametrize("kind", [kernels.LazyAdam, kernels.RowAdamW])
-def test_kernels_lazy_adam_of_a_transposed_table(backend, kind):
+def test_kernels_lazy_adam_of_a_transposed_table_or_strided_rows(backend, kind):
     start, values = normal((7, 5), (2, 5), dtype=torch.float32)
-    tables = [torch.nn.Parameter(t) for t in (start.clone(), columns_first(start))]
-    for p in tables:
-        p.grad = kernels.coalesced(torch.tensor([1, 4]), values, p.shape)
+    rows = torch.tensor([1, 4])
+    strided = torch.tensor([1, 0, 4, 0])[::2]
+
+    def step(start, rows):
+        p = torch.nn.Parameter(start.clone())
+        p.grad = kernels.coalesced(rows, values, p.shape)
         kind([p], lr=0.1).step()
-    assert_close(*(p.detach() for p in tables), rtol=0, atol=1e-6)
+        return p.detach()
+
+    wanted = step(start, rows)
+    assert not columns_first(start).clone().is_contiguous()
+    assert_close(step(columns_first(start), rows), wanted, rtol=0, atol=1e-6)
+    assert_close(step(start, strided), wanted, rtol=0, atol=1e-6)
 
 
 @parametrize("kind", [kernels.LazyAdam, kernels.RowAdamW])
@@ -1516,6 +1526,14 @@ def test_kernels_without_a_second_derivative_say_so(name):
     with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
         first, = torch.autograd.grad(y.sum(), x, create_graph=True)
         (y.sum() + first.square().sum()).backward()
+
+
+def test_kernels_a_row_sparse_gradient_has_no_second_derivative(backend):
+    table, indices, weights, *_ = sum_inputs("plain", torch.float32)
+    table.requires_grad_()
+    y = kernels.gather_sum(table, indices, weights, sparse_grad=True)
+    with pytest.raises(RuntimeError, match="a row-sparse gradient has no second derivative"):
+        torch.autograd.grad(y.square().sum(), table, create_graph=True)
 
 
 @parametrize("kv_heads", [1, 2, 4])
