@@ -18,7 +18,8 @@ one and three times nanochat's, with less weight decay also twice and four times
 - "continued", "grown", "post-hoc": start from the best of the first three baselines ("AdamW" and
   "Muon" rows from that at 0.16).
 
-The "whole" rows (cpu_16M only) are as long as which_memory's, with the recipe's weight decay.
+The "whole" rows (cpu_16M only) are as long as which_memory's, MoVE's with the recipe's weight
+decay.
 """
 from experiments.which_memory import cpu, cpu_4M, cpu_16M, gpu, models, prepare
 
@@ -72,6 +73,12 @@ for rate in (0.0067, 0.02):
 for rate in (0.009, 0.027, 0.003):
     add("LIMe whole", "LIMe whole 0.009", rate, dense=True, cpu_16M=whole)
     add("LIMe routers whole", "LIMe whole 0.009", rate, router_lr=1e-2 / rate, cpu_16M=whole)
+for rate in (0.015, 0.005):
+    add("HierMem whole", "HierMem whole 0.015", rate, dense=True, cpu_16M=whole)
+    add("HierMem memory 1/9 whole", "HierMem whole 0.015", rate, memory_lr=1 / 9, cpu_16M=whole)
+for rate in (0.0012, 0.0004):
+    add("UltraMemV2 whole", "UltraMemV2 whole 0.0012", rate, dense=True, cpu_16M=whole)
+    add("UltraMemV2 memory whole", "UltraMemV2 whole 0.0012", rate, cpu_16M=whole)
 for rate in (0.02, 0.04):
     for part in (1 / 9, 1 / 3, 3):
         add(f"MoVE memory bank x{part:.2g} decay 0.02 at", f"MoVE decay 0.02 at {rate:g}", rate,
