@@ -9,7 +9,8 @@ so many more steps (`times`), over the same text again. Scale cpu has 1M tokens,
 have more. All train their matrices with Muon. On a CPU each variant has the best rates of
 which_rates.py and which_started_rates.py, and where only its baseline's were swept, that one's;
 MoVE a tenth of its recipe's weight decay (no other's was swept) and from 3.9M tokens on a third of
-its bank's rate ("bank x1": the whole). A model of your own has its recipe's rates.
+its bank's rate ("bank x1": the whole). With 15.7M tokens only LIMe's rates were swept again, and
+are lower ("rate x3": those of 3.9M). A model of your own has its recipe's rates.
 
 A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
 that every machine has by mine.py. After the runs the times of decoding, and of a step where `times`
@@ -74,6 +75,9 @@ tuned_4M = {                    # from 3.9M tokens on; who is not here keeps tho
     "MIDUS": dict(learning_rate=6e-3),
     "HierMem dense continued": dict(learning_rate=5e-3),
 }
+tuned_16M = {                   # with 15.7M; who is not here keeps those of 3.9M, not swept again
+    "LIMe": dict(learning_rate=9e-3, router_lr=1e-2 / 9e-3),
+}
 times_on = "one core of an AMD EPYC (step_time.py; before those of step_time-cpu.jsonl)"
 times = {                       # a step of the memory there, its baseline's 1: step_time.py
     "MoVE": 1.10, "LIMe": 1.06, "UltraMemV2": 1.77, "HierMem": 1.10,
@@ -93,8 +97,8 @@ def rates_of(title, rates):
 
 def keys_of(title, name):
     recipe = {} if name == "move" else untuned                  # MoVE's has Muon
-    late = rates_of(title, tuned_4M)
-    return dict(model=name, **recipe, cpu=rates_of(title, tuned), cpu_4M=late, cpu_16M=late)
+    return dict(model=name, **recipe, cpu=rates_of(title, tuned), cpu_4M=rates_of(title, tuned_4M),
+                cpu_16M=rates_of(title, {**tuned_4M, **tuned_16M}))
 
 
 def longer(title):
@@ -114,6 +118,9 @@ whole = {**tuned["MoVE"], **tuned_4M["MoVE dense"]}              # of the bank; 
 only_longer = dict(cpu=None, cpu_4M=whole, cpu_16M=whole, gpu=None)
 variants["MoVE bank x1"] = (dict(keys_of("MoVE dense", "move"), **only_longer), None)
 baseline["MoVE bank x1"] = "MoVE dense"
+only_16M = dict(cpu=None, cpu_4M=None, cpu_16M=tuned_4M["LIMe"], gpu=None)
+variants["LIMe rate x3"] = (dict(keys_of("LIMe", "lime"), **only_16M), None)
+baseline["LIMe rate x3"] = "LIMe dense"
 started = {
     "MIDUS base": dict(dense=True),
     "MIDUS base continued": dict(init_from="@MIDUS base", phase="cpt", upscale="base"),
@@ -129,7 +136,7 @@ baseline.update({
     "HierMem post-hoc": "HierMem dense continued", "HierMem dense continued": "HierMem dense",
 })
 memories = (*models, "MIDUS", "HierMem post-hoc")
-claims = [f"{baseline[title]} > {title}" for title in (*memories, "MoVE bank x1")]
+claims = [f"{baseline[title]} > {title}" for title in (*memories, "MoVE bank x1", "LIMe rate x3")]
 for title in times:
     keys = variants[baseline[title]][0]
     scales = {scale: {**keys.get(scale, {}), **more} for scale, more in longer(title).items()}
