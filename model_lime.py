@@ -50,7 +50,7 @@ class Config:
     router: str = ""              # static | none | a name in ROUTERS, such as last-4; "": static
                                   # (none beside a baseline)
     router_init: str = "identity" # of a layer's own heads; random: like the others' (paper: worse)
-    router_lr: float = 10.0       # rate of the routers, times the others' (the paper: 1e-2, 1e-3)
+    router_lr: float = 10.0       # the routers' rate over the others' (the paper: 1e-2 / 1e-3)
     router_decay: float = 0.0     # their weight decay (none in the paper)
     kv_init: float = 0.02         # std of W_K, W_V at the start; published code: 1/sqrt(3d)
     baseline: str = ""            # denseformer | hyper: another way to reach earlier layers
@@ -240,10 +240,10 @@ class Router(nn.Module):
         self.macs = 2 * config.head_dim * config.n_kv_head * columns
 
     def init_weights(self, name):
-        """A layer's own heads: the identity. The others: Kaiming uniform of variance 1/(n H_kv), so
+        """A layer's own heads: the identity. The others: Kaiming uniform of variance 1/columns, so
         that the n-1 earlier layers add (n-1)/n of a head's variance. (Appendix H prints the bound
-        as sqrt(3 / (l+1) * H_kv), above 1 in most of its models; we read
-        sqrt(3 / ((l+1) * H_kv)). It prints no other router's start; here it is this.)"""
+        as sqrt(3 / n * H_kv), above 1 in most of its models; we read sqrt(3 / (n * H_kv)). It
+        prints no other router's start; here it is this.)"""
         bound = (3 / self.R.size(-1)) ** 0.5
         self.R.uniform_(-bound, bound, generator=own_generator(name, self.R))
         if self.identity:
@@ -393,8 +393,8 @@ class Model(nn.Module):
         return dict(total=total, memory=memory, active=active)
 
     def flops_per_token(self):
-        """Forward and backward of the matrix products, at full context: 6 for a weight or for a
-        multiplication in a mixture (routers, baselines), 12*T*d a layer for attention."""
+        """Forward and backward of the matrix products: 6 for a weight or a multiplication in a
+        mixture (routers, baselines), 12*T*d a layer for attention over T x T pairs."""
         c = self.config
         macs = c.vocab_size * c.n_embd if c.tied else 0        # the head
         for module in self.modules():
@@ -452,13 +452,14 @@ class Average(Router):
     def __init__(self, config, sources):
         super().__init__(config, sources)
         self.R = None
+        self.macs = self.macs * 2 // 3                         # backward: no gradient of R
 
     def init_weights(self, name):
         pass
 
     def weights(self, x):
-        own = torch.eye(self.n_kv_head, device=x.device, dtype=x.dtype)
-        return own.repeat(1, len(self.sources)) / len(self.sources)
+        eye = torch.eye(self.n_kv_head, device=x.device, dtype=x.dtype)
+        return eye.repeat(1, len(self.sources)) / len(self.sources)
 
 
 class NoHeadMix(Router):

@@ -54,19 +54,20 @@ class Config:
     block_size: int = 2048        # tokens of context in training
     n_layer: int = 12             # L; the paper has 12, 20 and 32
     n_head: int = 6               # H, query heads
-    n_kv_head: int = -1           # H_kv, key/value heads; -1: n_head (fewer: grouped queries)
+    n_kv_head: int = -1           # H_kv, key/value heads (fewer: grouped queries); mla: chunks of
+                                  # the latent; -1: n_head
     n_embd: int = 768             # d, width
     memory: str = "move"          # move | lave | none
     memory_scale: float = 1.0     # M = ceil(scale L/2) slots; LaVE at 1: every other layer, 2: all
     gate_v: int = -1              # gate g_0 on V, 0 or 1; -1: the paper's, 1 for MoVE, 0 for LaVE
     attention: str = "mha"        # mha | mla
-    d_c: int = -1                 # width of mla's latent; -1: H_kv d_h/32, the paper's ratio
+    d_c: int = -1                 # width of mla's latent; -1: H_kv floor(d_h/32), at least H_kv
     plain_keys: bool = False      # mla: keys are read from c as it was, without the memory
     latent_norm: bool = False     # mla: c is normed (RMSNorm without weights), as in DeepSeek-V2
     memory_lr: float = 1.0        # learning rate of bank or tables, times the embedding's
                                   # At first all gates are 1 and a token's M slots get equal
-                                  # updates: their sum moves M times as far as one. 1/M makes up
-                                  # for that, good for short runs.
+                                  # updates: their sum moves M times as far as one. Best here: 1
+                                  # with 1M tokens (M=2), with 8M 1/4 (M=2, 4) to 1/16 (M=16)
     sparse_memory: bool = False   # row-sparse gradients, lazy Adam: cost independent of vocabulary
 
     def check(self, ok, fields, rule):
@@ -238,8 +239,8 @@ class Bank(nn.Module):
     """M value vectors for every token of the vocabulary (eq. 2). All layers share one bank (but
     each LaVE layer has its own, with M = 1).
 
-    Read once a forward, not once a layer: the distinct tokens of the batch, U of them (fewer
-    than B*T), are fetched into `rows`, and every layer reaches its tokens' vectors through
+    Read once a forward, not once a layer: the distinct tokens of the batch, U of them (at
+    most B*T), are fetched into `rows`, and every layer reaches its tokens' vectors through
     `inverse`. So the layers' gradients meet in one (U, M, d_kv) buffer, and the bank gets one
     gradient a backward: dense, or of the touched rows alone (sparse_memory).
     """
@@ -390,9 +391,9 @@ class Model(nn.Module):
 
     def param_groups(self, optimizer, learning_rate, weight_decay):
         """nanochat's groups and rates (optimizer "muon"), or the same groups at rates of our own
-        (AdamW). All are ratios to learning_rate, the matrices' rate. Ours is torch's Muon: every
-        weight decays (nanochat's only where the update shrinks it anyway), a tall matrix no faster
-        than others (there with its larger rate), without variance reduction and Polar Express.
+        (AdamW). All are ratios to learning_rate, the matrices' rate. Ours is torch's Muon, without
+        nanochat's variance reduction and Polar Express. Every weight decays (there only where the
+        update shrinks it anyway), all at the group's rate (there a tall matrix at its larger one).
         nanochat also multiplies all rates by sqrt(batch_tokens / 524288); here a rate is what is
         given."""
         def group(params, kind, ratio, decay=0.0):
@@ -464,7 +465,7 @@ class Model(nn.Module):
 
 class LaVE(MoVE):
     """Layer-wise value embeddings (eq. 6): MoVE with one slot and a table of the layer's own, by
-    default without g_0. (Eq. 6 has no index of heads; here every head has a gate, as in MoVE.
+    default without g_0. (Eq. 6 has no index of heads; Table 3's counts have a gate per head.
     Section 4.5's g_0 is "a sigmoid gate"; here 2*sigmoid, as the others.)"""
 
     def __init__(self, config):

@@ -1926,7 +1926,7 @@ def test_file_cut_at_the_fold_still_trains(name, tmp_path, monkeypatch):
 @parametrize("name, switches", [
     *CASES, case("midus", "phase=cpt"), case("midus", "phase=cpt placement=top-heavy")])
 def test_flops_per_token_against_torch(name, switches, monkeypatch):
-    """What is frozen costs less."""
+    """What is frozen costs less. The counter sees matrix products alone."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
     model = make(name, **{k: v for k, v in switches.items() if k != "sparse_memory"})
@@ -1937,7 +1937,8 @@ def test_flops_per_token_against_torch(name, switches, monkeypatch):
     idx = some_tokens(2, T + 1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(idx[:, :-1], idx[:, 1:])[1].backward()
-    assert model.flops_per_token() == approx(counter.get_total_flops() / (2 * T), rel=0.02)
+    near = 1e-4 if name == "lime" and "baseline" not in switches else 0.02
+    assert model.flops_per_token() == approx(counter.get_total_flops() / (2 * T), rel=near)
 
 
 @every_model

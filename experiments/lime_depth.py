@@ -4,8 +4,8 @@ enough to read from.
 It finds LIMe with 64 layers better than LLaMA with 128. Its numbers here are the log of Table 12's
 perplexities, by which first-7 and first-15 are best; its caption says the full LIMe is. A claim
 about depth can be asked only where depth helps LLaMA: "LLaMA 8 > LLaMA 16" and so on ask that
-first. With 8 layers first-7 is LIMe itself. A CPU stops at 32 layers. "at 0.003" and "at 0.012" are
-other learning rates of the deepest models there, whose 6e-3 is that of 8 layers x 128.
+first. With 8 layers first-7 is LIMe itself. A CPU stops at 32 layers. "at 0.003" and "at 0.012":
+its 32 layers at other rates than 6e-3, the best of lime_rates.py's 8 x 128.
 """
 from math import log
 
