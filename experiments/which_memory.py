@@ -323,7 +323,7 @@ def tokens(rows):
 def draw_growth(found, file):
     """Gain over tokens, a line a memory, with its one-sided 95% bound, which one seed has not."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     places = set()
     for n, title in enumerate(memories):
@@ -342,7 +342,7 @@ def draw_growth(found, file):
              xlabel="tokens of training", ylabel="gain in bits per byte",
              title="What a memory gains as the text grows")
     axes.minorticks_off()
-    axes.legend()
+    figure.legend(loc="outside center right")
     figure.savefig(file, dpi=120)
 
 
