@@ -362,8 +362,8 @@ class FFN(Memory):
 
 
 class Level(nn.Module):
-    """One level of the bank: a row of s_l = layers * r_l * width numbers for every node, and a last
-    row, which is generic. With bank_device=cpu it stays in host memory wherever the model goes."""
+    """One level of the bank: table[i] is the block of node i, s_l = layers * r_l * width numbers;
+    the last is generic. With bank_device=cpu it stays in host memory wherever the model goes."""
 
     def __init__(self, config, nodes, rank, size):
         super().__init__()
@@ -694,8 +694,8 @@ class LoRA(Memory):
     def linear(self, name, W, x):
         if name not in self.matrices:
             return W(x)
-        A, B = self.part[f"{name}.A"], self.part[f"{name}.B"]  # A (B, r, in), B^T (B, r, out)
-        return W(x) + 2 * (x @ A.mT) @ B
+        A, BT = self.part[f"{name}.A"], self.part[f"{name}.B"] # (B, r, in), (B, r, out)
+        return W(x) + 2 * (x @ A.mT) @ BT
 
 
 class LoRAQK(LoRA):
@@ -770,16 +770,18 @@ def leaf_path(config, leaf):
 def find_retriever(config, folders, embedder_path):
     """The tree that the blocks belong to: with another they would mean nothing."""
     from experiments.topics import Retriever
-    files = [Path(folder, "retriever.npz") for folder in folders]
+    names = ("retriever.npz", "previous-retriever.npz")        # the latter of an earlier run
+    files = [Path(folder, name) for folder in folders for name in names]
     files = [file for file in files if file.exists()]
     if not files:
         raise ValueError(f"no retriever.npz in {' or '.join(map(str, folders))}: copy it from the "
                          "data folder, or give --leaf=generic")
-    retriever = Retriever.load(files[0], embedder_path)
-    if retriever.hash != config.retriever:
-        raise ValueError(f"{files[0]} is the tree {retriever.hash}, the model was trained with "
-                         f"{config.retriever}: its blocks mean nothing here")
-    return retriever
+    for file in files:
+        retriever = Retriever.load(file, embedder_path)
+        if retriever.hash == config.retriever:
+            return retriever
+    raise ValueError(f"{file} is the tree {retriever.hash}, the model was trained with "
+                     f"{config.retriever}: its blocks mean nothing here")
 
 
 def start(path, ckpt, fields):

@@ -3702,7 +3702,7 @@ def test_hiermem_says_once_that_a_text_has_no_tree(capsys):
     assert capsys.readouterr().out.count("has no tree of topics") == 1
 
 
-def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs):
+def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs, tmp_path):
     from experiments.topics import Retriever
     run = hier_runs / "frozen"
 
@@ -3728,6 +3728,14 @@ def test_hiermem_sample_prints_the_path_and_fetches_it(hier_runs):
         assert context["leaf"] == tree.path([text])[0, -1] ^ 1
     with pytest.raises(ValueError, match="no retriever.npz in nowhere: copy it"):
         model.prompt_context(text, ["nowhere"])
+    with np.load(run / "retriever.npz") as saved:              # a later run's, in the same folder
+        moved = {**saved, "centroids_1": saved["centroids_1"] + 1}
+    np.savez(tmp_path / "retriever.npz", **moved)
+    other = Retriever.load(tmp_path / "retriever.npz")
+    with pytest.raises(ValueError, match=f"is the tree {other.hash}, the model was trained with"):
+        model.prompt_context(text, [tmp_path])
+    shutil.copy(run / "retriever.npz", tmp_path / "previous-retriever.npz")
+    assert model.prompt_context(text, [tmp_path])[1] == model.prompt_context(text, [run])[1]
 
 
 def test_hiermem_inspect_draws_the_memory_that_the_prompt_asks_for(hier_runs, monkeypatch):

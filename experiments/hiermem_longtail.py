@@ -2,16 +2,16 @@
 topic trains.
 
 Invented facts, the more of them the rarer they are said (experiments/tasks.py facts; the answer is
-one of 8), in text that a run sees once. If chance alone decides, three seeds find a gain of 2.5
-points among the facts said once in nine cases of ten. Three models from scratch: the plain anchor,
-a plain model as large as anchor and fetched memories are at run time (a wider FFN), the anchor with
-a bank. And as in the paper, whose figure shows rows A2, B2 and C2, a trained anchor that goes on
-with a bank, beside one that goes on without: these two have seen every mention twice. Generic
-blocks take 1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be
-1 of 3. At scale cpu the first level of the tree is to part the facts from the prose, and the second
-has a leaf for each of their 16 domains. The rates are those that hiermem_rates.py found for a model
-of 7 layers. A bank from scratch learns at its anchor's rate, for one seed also at a third of it and
-at three times.
+one of 8), in text that a run sees once. Three seeds find a gain of 2.5 points over guessing, among
+the facts said once, in nine cases of ten. Three models from scratch: the plain anchor, a plain
+model as large as anchor and fetched memories are at run time (a wider FFN), the anchor with a bank.
+And as in the paper, whose figure shows rows A2, B2 and C2, a trained anchor that goes on with a
+bank, beside one that goes on without: these two have seen every mention twice. Generic blocks take
+1 of 17 sequences, as in the paper: with two nodes at the first level the rule would be 1 of 3. At
+scale cpu the first level of the tree is to part the facts from the prose, and the second has a leaf
+for each of their 16 domains. The rates are those that hiermem_rates.py found for a model of 7
+layers. A bank from scratch learns at its anchor's rate, for one seed also at a third of it and at
+three times.
 
 `python experiments/hiermem_longtail.py` then asks the models with a bank again, with the generic
 blocks and with none, which they were never trained for, reports how many prompts take their

@@ -503,10 +503,9 @@ run/ckpt.pt = c[:len(c) // 2]  -  cannot be read, it is cut short
 bank/retriever.npz = c[:-100]  -  not a whole retriever file
 bank/retriever.npz = b""  -  not a whole retriever file
 bank/retriever.npz: c["embedder"] = "no such"  -  not a whole retriever file
-bank/retriever.npz: c["centroids_1"] = c["centroids_1"] + 1  -  is the tree
+bank/ckpt.pt: c["model_config"]["retriever"] = "0123abcd"  -  is the tree
 bank/retriever.npz: c["centroids_1"] = np.array("x")  -  not a whole retriever file
 bank/retriever.npz: del c["centroids_2"]  -  not a whole retriever file
-bank/retriever.npz: del c["state_idf"]  -  is the tree
 bank/ckpt.pt: c["data"].pop("tokenizer")  -  bank
 bank/ckpt.pt: c["model"]["norm.weight"] = torch.ones(64).char()  -  norm.weight holds torch.int8
 # prepare_fineweb.py --source=text.jsonl --tokenizer=bytes --out=new --workers=1

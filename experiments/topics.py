@@ -3,7 +3,7 @@ The tree of topics over a training text, for hierarchical memories (Pouransari e
 2.1 and Appendix C): embedders of text, balanced k-means, the greedy walk from the root to a leaf,
 and the sequences of one leaf each that `prepare_fineweb.py --clusters=8,8` writes.
 
-    text --embedder--> x (c,) --nearest of 8--> node of level 1 --nearest of its 8--> leaf
+    text --phi--> x (c,) --nearest of 8--> node of level 1 --nearest of its 8--> leaf
 
 Nodes are numbered from 0 at every level; node i's children are i*k ... i*k + k-1. What the tree is,
 its centroids and its embedder's state, stands in one file, retriever.npz, and has one hash, which
@@ -148,7 +148,7 @@ def k_means(x, k, generator, sample=6400, steps=20, limit=1.5):
     """
     k centroids of x (N, c): k-means++ and then EM, every step on a fresh sample. A cluster with
     more than limit/k of the sample gives half of its points, drawn at random, to the smallest, once
-    a step (again in it? the paper does not say); the M-step is the plain mean. This keeps centroids
+    a step (the paper does not say how often); the M-step is the plain mean. This keeps centroids
     in use while they are fitted; texts go to the nearest one, so that leaves are not of equal size.
     """
     points = draw(x, sample, generator)
