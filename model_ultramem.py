@@ -18,7 +18,7 @@ code's.)
     rows, columns: Top-m_key of u^T S_row and of v^T S_col  stage 1, indices only
     s, i  = Top-m of S_row^T C S_col there      (P, k, H), (P, k)   stage 2, by sums over H; eq. 7
     i     = Shuffle(i)                          eq. 8, a fixed permutation
-    p     = P_i (h W_pre)                       (P, k)      eq. 15, Appendix 6: the hidden units
+    p     = P_i (h W_pre)                       (P, k)      eq. 15; W_pre: Appendix 6
     y     = sum of p s V_i over the k slots     (P, D_v)    slice c of H weighted by core c's score
     x     = x + FFN(h) + y W_out                eq. 12
 
@@ -66,10 +66,10 @@ class Config:
     n_keys: int = -1              # n: n^2 slots; -1: the size of 56 experts (MoE: n experts, 8 m)
     heads: int = -1               # R, retrieval heads; -1: 1 (older memories 2)
     top_k: int = -1               # m, slots a head picks; -1: 32 L in all layers together (MoE: 8)
-    key_dim: int = -1             # D_k; -1: d/4 (Table 10); PKM, PEER, Memory+ d/2
-    value_dim: int = -1           # D_v; -1: 3d/16 (UltraMem d/2, older d, MoE an expert's)
+    key_dim: int = -1             # D_k; -1: d/4 (Table 10); one-query V2, PKM, PEER, Memory+ d/2
+    value_dim: int = -1           # D_v; -1: 3d/16, 4.2.5 (UltraMem d/2, MoE's own, else d)
     pre_value_dim: int = -1       # D_p; -1: d/16 (PEER d); 0: plain values (-1 of older memories)
-    rank_queries: int = -1        # 1: a query per Tucker rank; 0: one, D_k d/2; -1: 1 (UltraMem 0)
+    rank_queries: int = -1        # 1: a query per Tucker rank; 0: one; -1: 1 (UltraMem 0)
     virtual: int = -1             # E, blocks of virtual slots over the values; -1: 1 (UltraMem 4)
     projectors: int = -1          # 1, or E: a W_out for each block (eq. 9); -1: 1 (UltraMem E)
     share: str = ""               # ring:g | noring:g | block:g: slots of g layers' tables (4.2.8)
@@ -82,7 +82,7 @@ class Config:
     def __post_init__(self):
         """Check, and fill in what is automatic: the memory's size and the FFN's beside it, so that
         any two memories do equal work, that of an FFN of 4d, and have equal totals, those of 64
-        experts of which 8 are used."""
+        experts of which 8 are used (a MoE that stands in all blocks)."""
         d, L = self.n_embd, self.n_layer
         memory = memory_class(self.memory)
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -160,7 +160,7 @@ class Config:
         if self.memory_layers == "all":
             return {layer: layer for layer in range(self.n_layer)}
         pairs = [pair.split(":") for pair in re.split("[,/]", self.memory_layers)]
-        return {int(pair[0]): int(pair[-1]) for pair in pairs}
+        return dict(sorted((int(pair[0]), int(pair[-1])) for pair in pairs))
 
     @property
     def reach(self):
@@ -307,8 +307,8 @@ def own_generator(name, p):
 
 class Retrieval(nn.Module):
     """Tucker-decomposed query-key retrieval (TDQKR): a token's k = R*m slots and scores (eqs. 6-8).
-    The h^2 heads of eq. 11 are E = h^2 `virtual` blocks of slots with one C for all, as in the
-    published code; here h is 1, which Table 4's shares of work fit. Each rank has its own query
+    Eq. 11's h is not the h above: its h^2 heads are E `virtual` blocks of slots, one C for all, as
+    in the published code; E is 1, which Table 4's shares of work fit. Each rank has its own query
     (section 3.2); that code makes them, but scores all ranks of a head's rows with one of them and
     all ranks of its columns with another. As there, heads share the queries, and a norm has one
     weight for all keys. (By section 4.2.3 two heads of half D_k are as much work as one; so shared,
@@ -459,7 +459,7 @@ class UltraMemV2(nn.Module):
         """What -1 and "" stand for."""
         d = c.n_embd
         return dict(memory_layers="all", key_dim=d // 4 if c.rank_queries else d // 2,
-                    value_dim=3 * d // 16, pre_value_dim=d // 16)
+                    value_dim=3 * d // 32 * 2, pre_value_dim=d // 16)
 
     @staticmethod
     def check_fields(c):
@@ -687,7 +687,7 @@ def appendix_start(memory, table, generator):
     """Appendix 6: norm weights with which a score is 1 on average, and tables with which the
     memory's output has the variance that eq. 25 gives to the FFN's. (Eqs. 23-25 take SiLU's output
     for a normal cut off at 0; a real SwiGLU's standard deviation is 1.8 times smaller.) The
-    appendix's k is our m."""
+    appendix's k is our m, its k_inner h our n_inner."""
     c, r = memory.config, memory.retrieve
     x = torch.randn(512, c.n_embd, generator=generator, device=r.perm.device)
     scores = r(x)[0]

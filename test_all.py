@@ -2804,6 +2804,8 @@ def test_ultramem_all_memories_have_equal_total_and_active_parameters_by_default
     for memory, count in counts.items():
         assert count["active"] == approx(want["active"], rel=0.015), memory
         assert memory == "none" or count["total"] == approx(want["total"], rel=0.01), memory
+    narrow = model_ultramem.Config(n_embd=80, n_head=5)
+    assert narrow.value_dim == 14, "3d/16, a slice for each of two cores"
     moe = [model_ultramem.Config(memory="moe", n_layer=4, top_k=m) for m in (2, 8)]
     assert [c.n_keys * c.value_dim for c in moe] == [64 * moe[1].value_dim] * 2
 
@@ -2858,6 +2860,8 @@ def test_ultramem_layers_of_each_memory_are_the_published_ones():
     for depth, spread in v1.items():
         config = model_ultramem.Config(memory="ultramem", n_layer=depth)
         assert config.added_after == spread, "as in 20 layers"
+    turned = model_ultramem.Config(memory_layers="12,4,8", share="ring:2")
+    assert [*turned.added_after] == [4, 8, 12], "by depth: so neighbours share"
 
 
 @parametrize("heads", [1, 2])

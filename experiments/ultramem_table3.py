@@ -9,14 +9,15 @@ table. Its numbers are evaluation losses at 227M active of 1.2B after 500B token
 
 The paper gives UltraMem and Memory+ 4 memory layers of 20, V2 one in each of 20. So here, on a
 CPU, Memory+ and PKM have one of 4 layers and UltraMem reads in one and adds in the next: in all
-layers equal work would cost Memory+ half of its FFN and UltraMem two fifths, where the published
-ones lose an eighth at most.
+layers equal work would cost Memory+ and UltraMem half of their FFN, where the published ones lose
+an eighth at most.
 
 Values learn at the others' rate, as the paper advises for long runs (4.2.9); the commands published
 with these rows begin with four times that, for UltraMem and for V2: "values 4x", which so have the
 paper's numbers. (V2's also shares tables in a ring over half of the layers; Table 10's size is
 without.) Memory+'s values have 2.5 times the rate and keep it. The originals of PKM and PEER have
-faster values, too, PKM's at a constant rate of four times the rest's: their rows "values 4x".
+faster values, too (PKM's a constant rate, four times the rest's): their rows "values 4x", which
+fall to once.
 "appendix" starts V2 by the appendix's equation instead of the published code (with which the
 authors' later code has a W_out smaller by sqrt(2L)), "as FFN" rows start as large as the FFN
 (OLMoE's eight gates do not sum to 1 and start 26 times smaller). "few slots" reads each slot 24
