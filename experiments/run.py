@@ -41,8 +41,9 @@ lime_prosqa (accuracy) higher is better, and a positive difference is A's lead. 
 losses: lower is better, and a positive difference is B's lead. A linked table's first lines explain
 its variants; [the verdicts](../README.md#how-to-read-a-table). Tables at other settings have theirs
 in their own files: [lime_routers_short_warmup](lime_routers_short_warmup-cpu.md),
-[ultramem_moe_z](ultramem_moe_z-cpu.md); on other machines,
-[which_memory_amd](which_memory_amd-cpu_4M.md) and [which_memory_h200](which_memory_h200-cpu_16M.md).
+[ultramem_moe_z](ultramem_moe_z-cpu.md); on other machines:
+[which_memory_amd](which_memory_amd-cpu_4M.md),
+[which_memory_h200](which_memory_h200-cpu_16M.md).
 
 """
 CLAIM_HEAD = ["claim", "difference", "paper's", "trend: 1/4, 1/2, whole", "seeds", "verdict"]
