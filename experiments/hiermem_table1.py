@@ -12,8 +12,8 @@ tokens ask for.
 On a CPU the rates are the best of hiermem_rates.py. "Wider" and A4 have one schedule over all the
 tokens, A2 and "A1 continued" two. "3 layers" is for `analysis.py rag`: with twice the tokens, its
 text and a retrieved one, it does A2's work. A row with a bank is told which of 64 leaves a sequence
-has, by its whole window. Being told is worth log(64) / 256 = 0.016 nats a token at most: a mixture
-over all leaves, told nothing, would lose no more.
+has, by up to 512 tokens around it. Being told is worth log(64) / 256 = 0.016 nats a token at most:
+a mixture over all leaves, told nothing, would lose no more.
 """
 from math import log
 

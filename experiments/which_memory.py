@@ -9,8 +9,8 @@ so many more steps (`times`), over the same text again. Scale cpu has 1M tokens,
 have more. All train their matrices with Muon. On a CPU each variant has the best rates of
 which_rates.py and which_started_rates.py, and where only its baseline's were swept, that one's;
 MoVE a tenth of its recipe's weight decay (no other's was swept) and from 3.9M tokens on a third of
-its bank's rate ("bank x1": the whole). With 15.7M tokens only LIMe's rates were swept again, and
-are lower ("rate x3": those of 3.9M). A model of your own has its recipe's rates.
+its bank's rate ("bank x1": the whole). With 15.7M tokens only LIMe's and its baseline's were swept
+again; LIMe's is lower ("rate x3": that of 3.9M). A model of your own has its recipe's rates.
 
 A model of your own, model_mine.py, has a row, too: on this text by `--only=mine --seeds=1`, on one
 that every machine has by mine.py. After the runs the times of decoding, and of a step where `times`

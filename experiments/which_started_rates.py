@@ -1,6 +1,6 @@
-"""The learning rates of what starts from a trained baseline in which_memory.py, 3.9M tokens, one
-seed: MIDUS, the post-hoc bank, and their baselines going on. On the text of the rows; those of 1M
-tokens are in which_rates.py.
+"""The learning rates of what starts from a trained baseline in which_memory.py, one seed, 3.9M
+tokens (cpu_16M: 15.7M): MIDUS, the post-hoc bank, and their baselines going on. On the text of the
+rows (3.9M: of the EPYC's); those of 1M tokens are in which_rates.py.
 
 The name of a row has its learning rate, of all that Muon does not take; the post-hoc bank has a
 third of it, and all else is frozen. "Muon 0.007" has about a third of Muon's own rate, 0.02, at
