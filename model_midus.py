@@ -11,8 +11,9 @@ them with its own matrix W_h (HIVE). V starts at zero: the deeper model is, to t
 base it grew from. LN is an RMS norm, as in Llama.
 
     a'    = Attn'(LN(x)) = [a_1 | ... | a_H]  (B, T, H, d_h)  no output projection        eq. 3
-    s     = a_h[row] K_h[row]^T, a_h[col] K_h[col]^T  (n) and (n)  q_h = a_h, in halves   eq. 13
-    slots = the k pairs (i, j) with the largest s_i + s_j                            eqs. 14, 15
+    q_h   = a_h, its halves for row and for column                 not x, as in eq. 1's Mem(a(x))
+    s     = q_h[row] K_h[row]^T, q_h[col] K_h[col]^T  (n) and (n)                         eq. 13
+    slots = of every head the k pairs (i, j) with the largest s_i + s_j               eqs. 14, 15
     alpha = softmax over these k                                                   after eq. 15
     M_h   = (sum alpha_ij V[i n + j]) W_h     (B, T, d_h)     V (n*n, r), W_h (r, d_h)    eq. 4
     M(x)  = x + [M_1 | ... | M_H]             (B, T, d)                                   eq. 5
@@ -70,7 +71,8 @@ class Config:
     r: int = -1                   # width of the latent values; -1: d_h
     value_lr: float = 1.0         # rate of the values, in units of the other memory tensors'; ours
     memory_schedule: bool = False     # do the memories' rates follow the schedule? the paper's stay
-    queries: str = ""             # Table 11's: batch_norm | layer_norm | residual | out_proj
+    queries: str = ""             # "": the paper's; Table 11's batch_norm, layer_norm, residual or
+                                  # out_proj
 
     def check(self, ok, fields, rule):
         """Raise ValueError that names the fields and the rule they break."""
@@ -334,7 +336,8 @@ class HML(nn.Module):
 
 
 class MemoryBlock(nn.Module):
-    """M(x) = x + HML(a'(x)) (eq. 5): no internal residual, no projection of outputs or queries."""
+    """M(x) = x + HML(a'(x)) (eq. 5): no internal residual, so that queries know the token itself
+    only through attention; no projection of outputs or queries."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -510,9 +513,10 @@ class Model(nn.Module):
         so of HML's keys and values; W_h and all of the other memories go with them here.) The rest
         follows the schedule; no decay for norms and biases is ours.
 
-        value_lr: Adam moves a number by about the rate in a step. In a matrix a whole row of such
-        moves adds up in each output; in the values, which start at 0, a weighted mean of k of them.
-        So at equal rates a memory block changes the stream less than a duplicated block."""
+        value_lr: Adam moves a number by about the rate in a step. In a matrix a whole row of d such
+        moves adds up in each output; in the values, which start at 0, a weighted mean of k of them,
+        and W_h sums r of these, each times about r^-1/2. So at equal rates a memory block changes
+        the stream less than a duplicated block."""
         values = []
         memories = []
         matrices = []
@@ -596,8 +600,15 @@ def start(path, ckpt, fields):
     have = vars(model.config)
     grows = have["upscale"] == "base" and fields.get("upscale", "base") != "base"
     free = ["phase", "block_size", "value_lr", "memory_schedule"]
+    of_blocks = ["inserted", "placement", "memory", "n_keys", "top_k", "r", "queries"]
     if grows:
-        free += ["upscale", "inserted", "placement", "memory", "n_keys", "top_k", "r", "queries"]
+        free += ["upscale", *of_blocks]
+    if have["upscale"] == "base" and "upscale" not in fields:
+        for key in ("phase", "value_lr", "memory_schedule", *of_blocks):
+            value = fields.get(key, have[key])
+            if value not in (-1, "", "sft", have[key]):
+                raise ValueError(f"{key}={value}: {path} is a base; give --upscale=midus, or "
+                                 "another method, to grow it, or --upscale=base to train it all")
     for key, value in fields.items():
         if key not in free and value not in (-1, "", have[key]):
             raise ValueError(f"{key}={value}: {path} has {key}={have[key]}; leave {key} out")
@@ -771,7 +782,7 @@ def fill_solar(new, blocks, places):
 
 
 def place_llama_pro(L, D):
-    """After the blocks that "distributed" stands before."""
+    """After the blocks that "distributed" stands before: of 16, with D = 8, the 2nd, 4th, ..."""
     return [(j + 1) * L // D for j in range(D)]
 
 

@@ -3303,7 +3303,10 @@ def test_midus_start_grows_a_base_once():
 
 @parametrize("make_model, flags, message", [
     (midus_base, "upscale=midus n_layer=3", "n_layer=3: here has n_layer="),
-    (midus_base, "n_keys=9", "n_keys=9: here has n_keys="),
+    (midus_base, "upscale=base n_keys=9", "n_keys=9: here has n_keys="),
+    (midus_base, "n_keys=9", "here is a base; give --upscale=midus"),
+    (midus_base, "phase=cpt", "phase=cpt: here is a base; give --upscale=midus"),
+    (midus_base, "value_lr=3", "value_lr=3.0: here is a base"),
     (midus_grown, "n_keys=9", "n_keys=9: here has n_keys="),
     (midus_grown, "upscale=llama_pro", "upscale=llama_pro: here has upscale="),
 ])
