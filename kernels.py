@@ -1720,4 +1720,4 @@ def fast_dtype(device: str) -> tuple[str, str]:
         return "float32", f"bfloat16 was not tried on {device}"
     speedup = bf16_speedup()
     faster = "bfloat16" if speedup > 1.2 else "float32"
-    return faster, f"products in bfloat16 run at {speedup:.1f} times float32's pace"
+    return faster, f"products in bfloat16 run at {speedup:.2g} times float32's pace"

@@ -287,6 +287,7 @@ def lock(path, wait=False):
 KINDS = {bool: "True or False", int: "a whole number", float: "a finite number"}
 PATHS = ("--source", "--out", "--out_dir", "--dataset", "--init_from", "--tokenizer",
          "--embedder_path")
+USUAL = {"--lr": "--learning_rate"}     # other programs' names
 TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -304,7 +305,7 @@ def configure(argv: list, namespace: dict) -> tuple:
             continue
         option, equals, text = argument.partition("=")
         if option not in kinds:
-            near = difflib.get_close_matches(option, kinds, 1)
+            near = difflib.get_close_matches(USUAL.get(option, option), kinds, 1)
             hint = f"did you mean {near[0]}=? " if near else ""
             need(namespace.get(option[2:], "") is not None,
                  f"{option} cannot be given: its default is None, no int, float, bool or str")
@@ -1074,7 +1075,8 @@ def _build(c, folder, asked):
     check_source(c.source)
     if c.clusters and c.embedder == "minilm":     # what cannot be loaded fails before hours of work
         from experiments import topics
-        with reading(c.embedder_path or c.embedder):
+        problem = "cannot be loaded; --embedder_path= takes its folder, --embedder=hash needs none"
+        with reading(c.embedder_path or c.embedder, problem):
             topics.MiniLM({}, c.embedder_path)
     partial = folder.with_name(folder.name + ".partial")
     old = folder.with_name(folder.name + ".old.partial")

@@ -82,8 +82,8 @@ def start(path, ckpt, fields):
     have = ckpt["model_config"]
     for key, value in fields.items():
         same = key == "block_size" or value in (-1, "", have.get(key))
-        need(same, f"{key}={value}: {path} has {key}={have.get(key)}; leave {key}, depth and "
-             "preset out")
+        need(same, f"{key}={value}: {path} has {key}={have.get(key)} and goes on so; leave {key}, "
+             "depth and preset out, or start from scratch")
     block_size = fields.get("block_size", have["block_size"])
     return {"model_config": {**have, "block_size": block_size}, "model": ckpt["model"]}
 

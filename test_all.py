@@ -4040,6 +4040,13 @@ def test_a_resumed_run_takes_the_saved_value_where_minus_1_is_given(tiny, tmp_pa
     assert [run["config"][key] for key in ("depth", "optimizer")] == [1, "adamw"]
 
 
+def test_a_run_that_goes_on_for_longer_has_its_own_automatic_eval_interval(tiny):
+    tiny("--max_iters=8")
+    for flags, interval in (("--max_iters=16", 4), ("--max_iters=24 --eval_interval=4", 4),
+                            ("--max_iters=25", 4)):            # the last is not the automatic one
+        assert tiny(f"--init_from=resume {flags}")["eval_interval"] == interval
+
+
 def test_a_resumed_run_ends_where_it_was_to_end_and_lets_go_of_its_checkpoint(
         tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
@@ -4757,6 +4764,19 @@ def test_resume_goes_on_for_longer_and_init_from_starts_anew(
     assert load_ckpt(narrow)["step"] == 1
     monkeypatch.chdir(tmp_path)
     tiny("--max_iters=0 --out_dir=scratch")                    # a folder may have that name
+    for place in (finished_run, finished_run / "ckpt.pt"):
+        tiny("--depth=-1 --max_iters=0 --out_dir=", init_from=place)
+    assert {path.name for path in Path("out").iterdir()} == {f"move-from-{finished_run.name}"}
+    result = json.loads(next(Path("out").glob("*/result.json")).read_text())
+    assert result["config"]["depth"] == 1, "that of what it starts from"
+
+
+def test_what_starts_from_a_baseline_says_that_it_is_one(tiny, tmp_path, capsys):
+    for flags in ("--dense=True", f"--init_from={tmp_path}"):
+        text = capsys.readouterr().out
+        assert "is a baseline" not in text
+        tiny("--max_iters=1", flags, out_dir=tmp_path if "dense" in flags else tmp_path / "new")
+    assert f"{tmp_path} is a baseline, without memory, and goes on so" in capsys.readouterr().out
 
 
 def test_a_checkpoint_goes_with_its_own_tokenizer(text_folder, tmp_path):

@@ -75,7 +75,7 @@ model = "move"              # `cp model_move.py model_mine.py` makes --model=min
 preset = ""                 # a row of the model's PRESETS, such as d12 (or depth)
 depth = -1                  # 4 | 12: layers, width 64*depth
 dense = False               # the model's own baseline without memory (its DENSE)
-out_dir = ""                # out/<model>-d<depth> or out/<model>-<preset>; dense: and -dense
+out_dir = ""                # out/<model>-d<depth>, -<preset> or -from-<folder>; dense: and -dense
 init_from = "scratch"       # scratch | resume (out_dir's) | a checkpoint or Hugging Face folder
 seed = 1337                 # initial values and order of the data
 dataset = ""                # folder, or a name under data/; fineweb_edu if it is there, else pydocs
@@ -139,6 +139,10 @@ def automatic(value, cpu, cuda):
     return cuda if gpu else cpu
 
 
+def automatic_interval(max_iters):
+    return max(1, max_iters // automatic(-1, 4, 20))
+
+
 flags = sum(map(flags_of, files), []) + options
 names = [flag.removeprefix("--model=") for flag in flags if flag.startswith("--model=")]
 module = load_module([model, *names][-1])
@@ -193,9 +197,13 @@ if world > 1:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")   # a bank may be on the CPU
 if not preset:
     depth = automatic(depth, 4, 12)
-out_dir = out_dir or f"out/{model}-{preset or f'd{depth}'}{'-dense' if dense else ''}"
-out, locked = Path(out_dir), None
 resume = init_from == "resume"
+if not out_dir:
+    out_dir = f"out/{model}-{preset or f'd{depth}'}{'-dense' if dense else ''}"
+    if init_from not in ("scratch", "resume"):     # its sizes are those of what it starts from
+        base = Path(init_from).resolve()
+        out_dir = f"out/{model}-from-{base.parent.name if base.is_file() else base.name}"
+out, locked = Path(out_dir), None
 itself = Path(init_from).resolve() in (out.resolve(), out.resolve() / "ckpt.pt")
 need(init_from in ("scratch", "resume") or not itself, f"init_from={init_from}: this run would "
      "write there, too; give another --out_dir=")
@@ -216,6 +224,8 @@ if resume:                                         # the run that stopped decide
     here = {key for key, value in given.items() if value not in (-1, "")} - {*FIXED}
     here |= {"out_dir", "init_from", "device"}     # these are not the saved ones
     globals().update({key: saved[key] for key in defaults if key in saved and key not in here})
+    if "eval_interval" not in here and eval_interval == automatic_interval(saved["max_iters"]):
+        eval_interval = -1                         # of a longer run, maybe
     done = max_iters < ckpt["step"] or max_iters == ckpt["step"] and (out / "result.json").exists()
     need(not done, f"{out}/ckpt.pt is of step {ckpt['step']} and max_iters={max_iters}: give a "
          "larger --max_iters to go on")
@@ -255,6 +265,8 @@ else:
     with reading(init_from, "cannot be used here"):
         ckpt = load_start(init_from, module, fields, folder)
         model_config = module.Config(**ckpt["model_config"])
+    if not preset:
+        depth = getattr(model_config, "n_layer", depth)        # for the record
 need(model_config.vocab_size >= meta["vocab_size"] or not folder,
      f"vocab_size={model_config.vocab_size}: {folder} needs {meta['vocab_size']}")
 block_size = model_config.block_size
@@ -303,7 +315,7 @@ if max_iters == -1:
              "--max_iters=")
 warmup_iters = round(warmup * max_iters)
 if eval_interval == -1:
-    eval_interval = max(1, max_iters // automatic(-1, 4, 20))
+    eval_interval = automatic_interval(max_iters)
 config = {key: globals()[key] for key in defaults}
 
 
@@ -324,10 +336,14 @@ show(f"parameters: {', '.join(f'{n:,} {name}' for name, n in counts.items())}; "
 show(f"{batch_tokens:,} tokens a step = {n_sequences} x {block_size}, {batch_size} sequences at "
      f"once; {max_iters} steps")
 linear = "" if optimizer in recipes else f" (Linear layers' {muon_lr:g})"
-show(f"{optimizer}, learning rate {learning_rate:g}{linear}, {schedule}; data {folder}")
+text = f"data {folder}" if folder else f"no --dataset=: {model_config.vocab_size:,} kinds of tokens"
+show(f"{optimizer}, learning rate {learning_rate:g}{linear}, {schedule}; {text}")
 show(f"{device}, {dtype} ({why})")
 if init_from == "scratch" and not all(p.requires_grad for p in raw.parameters()):
     show("what is frozen stays random: --init_from= gives it trained values")
+without = module.DENSE and module.DENSE.items() <= vars(model_config).items()
+if without and init_from not in ("scratch", "resume"):
+    show(f"{init_from} is a baseline, without memory, and goes on so")
 if dry_run:
     for name, p in raw.named_parameters():
         show(f"{str(tuple(p.shape)):>24} {p.numel():>15,}  {name}")
@@ -628,6 +644,7 @@ if resume and master:
     (out / "result.json").unlink(missing_ok=True)  # what came after the checkpoint is done again
     (out / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
 if compile:                                        # before the clock runs: gradients, thrown away
+    show("compiling: this can take minutes")
     buffers = [(b, b.clone()) for b in raw.buffers()]              # a batch norm's statistics
     with torch.random.fork_rng([device] if gpu else []):
         for n in (step, step + 1):                 # two, so that sizes that vary are compiled so

@@ -3,7 +3,7 @@ loss is on the answer alone (our choice, the papers do not say). One record is o
 so that every answer sees its instruction; records that are longer than block_size are left out.
 
     python experiments/instruct.py --source=instruct.jsonl.xz --tokenizer=data/edu/tokenizer.json
-    python train.py --model=midus --dataset=data/sft --init_from=out/midus-d4 --phase=sft \\
+    python train.py --model=midus --dataset=data/sft --init_from=out/midus-cpt --phase=sft \\
         --learning_rate=1e-5 --out_dir=out/midus-sft
 
 A source is a .jsonl (.gz, .xz) file of {"instruction", "input", "output"} (Alpaca) or

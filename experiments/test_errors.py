@@ -155,6 +155,7 @@ CASES = r"""
 -  --model=..  model=..: there is no
 -  --model=broken  invalid syntax (model_broken.py, line 1)
 -  --depht=4  did you mean --depth=? --help lists all
+-  --lr=0.1  did you mean --learning_rate=? --help lists all
 -  --zzzzzz=4  unknown option --zzzzzz=4: --help lists all
 -  --depth=four  --depth wants a whole number
 -  --depth=1.5  --depth wants a whole number
@@ -575,7 +576,7 @@ a.jsonl.gz = b""  --source=a.jsonl.gz  a.jsonl.gz holds no text
 a.jsonl = b'{"prompt": "x", "answer": "y"}\n[]\n'  --source=a.jsonl --clusters=2,2
     prompts and answers are not clustered
 a.jsonl = b"[]"  --source=a.jsonl --clusters=2,2 --embedder=minilm --embedder_path=empty
-    empty cannot be used
+    empty cannot be loaded; --embedder_path=
 a.parquet = b"no parquet"  --source=a.parquet  a.parquet: parquet cannot be read
 data/meta.json = b"{"  --out=data  data/meta.json cannot be used
 data/meta.json: c["settings"] = []  --out=data  settings must be of type dict
