@@ -12,8 +12,9 @@ HML's values start at 0, and Adam moves them by about the rate a step, without a
 multiply that. "values 30x" gives them 30 times the rate. The paper's memories keep the highest rate
 to the end; "annealed" lets theirs fall with the others', for a value is read here 64 times a step,
 there 4,096 times, and a rate that stays high is noisier. "values at 0.06" have that rate whatever
-the others': those of "values 30x" at 2e-3. "base on old" is what as many tokens of the old text
-would still give the base; its val_loss is that of the old text, too.
+the others': those of "values 30x" at 2e-3. "residual": queries with x in them (midus_queries.py).
+"base on old" is what as many tokens of the old text would still give the base; its val_loss is that
+of the old text, too.
 
 Starts from midus_table1.py's base: `python train.py experiments/midus_table1.py --only=base
 --seeds=1`.
@@ -38,6 +39,7 @@ PRICES = (0.05, 0.1, 0.2)       # nats of the old text
 curves = {title: dict(upscale=upscale) for title, (upscale, _) in methods.items()}
 curves["MIDUS-HML values 30x"] = fast_values
 curves["MIDUS-HML values 30x annealed"] = annealed
+curves["MIDUS-HML residual"] = dict(upscale="midus", queries="residual")
 cpt = dict(init_from="@midus_table1/base", phase="cpt")
 same = dict(cpt, upscale="base")
 variants = {
