@@ -11,7 +11,7 @@ them so many times the rate, kept to the end as in the paper, or "annealed" with
 On midus_table1.py's texts, from a base of half the depth and 6.1M tokens, so one that still learns
 much from any text: not Table 1 itself, but a question to its rows. Each row 2.0M tokens; a row's
 name ends with its learning rate. Who forgets less learns less: compare rows that forget alike. The
-val_loss of "base" is that of the old text, on other windows than its retention_loss.
+val_loss of "base" is that of the old text, on half as many windows as its retention_loss.
 """
 from experiments.midus_table1 import base as table1_base
 from experiments.midus_table1 import cpu, gpu, prepare, untouched
