@@ -994,7 +994,8 @@ def test_tables_on_a_cpu_are_long_enough():
         scale = "cpu_16M" if path.stem == "which_memory" else "cpu"
         exp = runner.load_experiment(path, scale)
         rates = 1.9e6 if "rates" in path.stem else 8e6
-        shortest = dict(which_rates=0.9e6, mine=0.9e6, bfloat16=1.9e6, midus_sft=1.8e6)
+        shortest = dict(which_rates=0.9e6, mine=0.9e6, bfloat16=1.9e6, midus_sft=1.8e6,
+                        midus_queries=1.9e6)
         least = shortest.get(path.stem, rates)
         for name in exp.variants:
             chosen = runner.settings(exp, scale, name)
@@ -1257,7 +1258,7 @@ def test_learned_for_what_is_forgotten():
     rows["base untouched"] = {0: dict(retention_loss=3., val_loss=5.)}
     for rate in midus_rates.RATES:
         rows[f"SOLAR {rate:g}"] = {0: dict(retention_loss=3.4, val_loss=4.6)}
-    _, _, hml, *_, solar, fast_values, _ = midus_rates.price_table(rows).splitlines()
+    _, _, hml, *_, solar, fast_values, _, _ = midus_rates.price_table(rows).splitlines()
     assert hml == "| MIDUS-HML | 0.1000 | 0.2000 | 0.4000 | 0.2000 | - |"
     assert solar == "| SOLAR | 0.0500 | 0.1000 | 0.2000 | 0.1000 | sign agrees (1 seed) |"
     assert fast_values.startswith("| MIDUS-HML values 30x | 0.1000 |")
