@@ -11,7 +11,7 @@ them with its own matrix W_h (HIVE). V starts at zero: the deeper model is, to t
 base it grew from. LN is an RMS norm, as in Llama.
 
     a'    = Attn'(LN(x)) = [a_1 | ... | a_H]  (B, T, H, d_h)  no output projection        eq. 3
-    q_h   = a_h, its halves for row and for column                 not x, as in eq. 1's Mem(a(x))
+    q_h   = a_h, its halves for row and for column          without x, which eq. 1's a(x) holds
     s     = q_h[row] K_h[row]^T, q_h[col] K_h[col]^T  (n) and (n)                         eq. 13
     slots = of every head the k pairs (i, j) with the largest s_i + s_j               eqs. 14, 15
     alpha = softmax over these k                                                   after eq. 15

@@ -75,7 +75,7 @@ model = "move"              # `cp model_move.py model_mine.py` makes --model=min
 preset = ""                 # a row of the model's PRESETS, such as d12 (or depth)
 depth = -1                  # 4 | 12: layers, width 64*depth
 dense = False               # the model's own baseline without memory (its DENSE)
-out_dir = ""                # out/<model>-d<depth>, -<preset> or -from-<folder>; dense: and -dense
+out_dir = ""                # out/<model>-d<depth>, -<preset> (dense: and -dense) or -from-<folder>
 init_from = "scratch"       # scratch | resume (out_dir's) | a checkpoint or Hugging Face folder
 seed = 1337                 # initial values and order of the data
 dataset = ""                # folder, or a name under data/; fineweb_edu if it is there, else pydocs

@@ -1,12 +1,11 @@
 """MIDUS: what does HML need to learn more at this size? In midus_rates.py it learns least for what
 it forgets.
 
-HML's query is a head's output alone: the paper's eq. 13 leaves out x, on which the attention of
-eq. 1, linear, product-key and UltraMem memories stand. So it knows the token itself only by what
-attention passes on. "residual" asks with x + Attn'(LN(x)), Table 11's "w/ Residual", which in the
-paper changes nothing. And the values start at 0 and move by about the rate a step: "100x" gives
-them so many times the rate, kept to the end as in the paper, or "annealed" with the others'
-(midus_rates.py).
+HML's query is a head's output alone (eq. 13); linear, product-key and UltraMem memories ask with
+x + Attn(LN(x)) (eq. 1). So HML knows the token itself only by what attention passes on. "residual"
+asks with x + Attn'(LN(x)), Table 11's "w/ Residual", which in the paper changes nothing. And the
+values start at 0 and move by about the rate a step: "100x" gives them so many times the rate, kept
+to the end as in the paper, or "annealed" with the others' (midus_rates.py).
 
 On midus_table1.py's texts, from a base of half the depth and 6.1M tokens, so one that still learns
 much from any text: not Table 1 itself, but a question to its rows. Each row 2.0M tokens; a row's
